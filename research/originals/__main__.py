@@ -23,16 +23,16 @@ app = typer.Typer(cls=OneLineErrors, add_completion=False, rich_markup_mode=None
 PAGE = Path("docs", "baselines.md")
 HEAD = """# Rivals beside their authors' code
 
-`python -m research.originals CLONES` writes this page: it imports the authors' functions from clones of their
-repositories and runs them on one random Llama of two blocks in float32. The rivals in `research/baselines` are written
-from the papers; none of the authors' code is in this repository. A difference is ‖ours − theirs‖ / ‖ours‖, the largest
-over layers and ranks. A difference without a bound is shown without a verdict.
+`python -m research.originals CLONES` writes this page. It imports the authors' functions from clones of their
+repositories, and runs them on a random Llama of two blocks in float32. The rivals in `research/baselines` are written
+from the papers, and none of the authors' code is in this repository. A difference is ‖ours − theirs‖ / ‖ours‖, the
+largest over layers and ranks. A difference without a bound has no verdict.
 
-Plain SVD, FWSVD, DRONE, the ranks of SVD-LLM V2, A3, and, among trained rivals, LLM-Pruner, nested widths and LayerSkip
-are not compared with any code: they follow their papers alone (A3 what is known of its paper), and the authors' code
-may be better. Each file of `research/baselines` begins with what departs from its paper. Uniform ranks and those of
-SVD-LLM V2 use up what rounding down to whole ranks leaves of a budget, which the originals do not; they are compared
-here without that.
+Plain SVD, FWSVD, DRONE, the ranks of SVD-LLM V2, A3 and, among the trained rivals, LLM-Pruner, nested widths and
+LayerSkip are not compared with any code. They follow their papers alone (A3 follows what is known of its paper), and
+the authors' code may be better. Each file of `research/baselines` begins with its departures from the paper. Uniform
+ranks, and those of SVD-LLM V2, use up what rounding to whole ranks leaves of a budget; the originals do not, and the
+comparison here leaves it out.
 """
 
 

@@ -1,16 +1,17 @@
-"""`ACIPModel` with `SVDLinearParametrization` and LoRA, its losses, optimiser, callbacks and choice of sizes are run.
+"""Their `ACIPModel` with `SVDLinearParametrization` and LoRA is run, with its losses, optimiser, callbacks and sizes.
 
-Callbacks are called by hand: Lightning, wandb, and two modules that need plotly and data sets, are empty ones of ours.
-Their loss asks for a `GenerationMixin`, which models in transformers no longer are: it is mixed in. `ACIPModel` has the
-config of its parent, for transformers takes the constructor of its own away.
+We call the callbacks ourselves. Lightning, wandb and two of their modules that need plotly and data sets are replaced
+by empty modules. Their loss expects a `GenerationMixin`; transformers' models no longer inherit it, so we mix it in.
+`ACIPModel` gets the config class of its parent, because transformers replaces its constructor.
 
-Their masks start at .02 where our scores start at 1: our scores and their learning rate are theirs over .02, our λ is
-theirs times .02. Their training has a rate of 5e-5, which is .0025 of ours, and λ · 1.01 every fourth step; here both
-have the rates of a short training of ours. Where ours differs on purpose, both are set alike: we count gauge-aligned
-layers with their adapters, they two factors alone, and here both do as they; we move λ along a line, they only up, and
-here both go up. They train adapters on at the smallest size, we at all; that is not run. Where a size falls between two
-masks they take the larger and we the one that fits: theirs is compared with one value less. Of values that go at
-one step they keep all or none, we some, by their last scores: here no two go together. They decompose in float32, we
+Units differ. Their masks start at .02 and our scores at 1, so our scores and their learning rate are theirs divided by
+.02, and our λ is theirs times .02. Their training has a rate of 5e-5, which is .0025 in our units, and multiplies λ by
+1.01 at every fourth step; here both sides have the rates of one of our short trainings. Where our version differs on
+purpose, both sides are set alike. We count gauge-aligned layers with their adapters, and they count the two factors
+alone, as both do here. Our λ moves along a line and theirs only rises, as both do here. They train the adapters further
+at the smallest size, and we at all sizes; this is not run. Where a size falls between two masks, they take the larger
+one and we the one that fits, so their mask is compared with one value less. Of the values that vanish in one step they
+keep all or none, and we keep some by their last scores; here no two vanish together. They decompose in float32, and we
 in float64.
 """
 
@@ -164,7 +165,7 @@ def _steps(pair: Pair, batches: Sequence[Any]) -> list[Row]:
         row(
             "λ after these", [abs(pair.combined.loss_weights["reg_objective"] * SCALE / pair.pressure.weight - 1)], 1e-5
         ),
-        row("for how many steps each is gone", [difference(torch.cat(ages), torch.cat(their_ages))], 0.0),
+        row("for how many steps each value has been zero", [difference(torch.cat(ages), torch.cat(their_ages))], 0.0),
     ]
 
 

@@ -1,8 +1,8 @@
-"""`act_aware_utils.calib_input_distribution` (`abs_mean`) and `modules.svd_linear.SVDLinear.from_linear` are run.
+"""Their `act_aware_utils.calib_input_distribution` (`abs_mean`) and `modules.svd_linear.SVDLinear.from_linear` are run.
 
-`from_linear` takes `torch.svd_lowrank`, whose random projection misses the optimum: ours is compared with it as it is,
-and with an exact decomposition in its place. Its scale has 1e-6 added, ours a floor of as much of the largest. The
-search of ranks is not run: `evaluate_utils` needs an old lm-eval.
+`from_linear` uses `torch.svd_lowrank`, whose random projection misses the optimum. Ours is compared with theirs as it
+is, and with an exact decomposition in its place. They add 1e-6 to the scale; ours has a floor of 1e-6 times the
+largest. The search of ranks is not run, because `evaluate_utils` needs an old version of lm-eval.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
-"""`KFAC_SVDFactorization`'s own `_compute_scaling` (its fast form) and `_factorize_matrix` are run, on the CPU.
+"""Their `KFAC_SVDFactorization._compute_scaling` (its fast form) and `_factorize_matrix` are run, on the CPU.
 
-They ask torch for the current GPU; the CPU is put in its place. Their code whitens the outputs' side by L_G where the
-minimum of the Kronecker-factored loss needs L_Gᵀ (`research/baselines/kfac_svd.py`): ours is compared with theirs by
-their matrix and by the right one, with the loss tr(G (W − W_r) A (W − W_r)ᵀ) of both. The comparison of rivals takes
-for each model the one that is better on the tuning half. The search of ranks is not run: it needs gurobipy, PuLP,
-Optuna and a GPU.
+Their code asks torch for the current GPU and gets the CPU. It whitens the outputs by L_G, where the minimum of the
+Kronecker-factored loss needs L_Gᵀ (`research/baselines/kfac_svd.py`). Ours is compared with theirs by their matrix and
+by the right one, and so is the loss tr(G (W − W_r) A (W − W_r)ᵀ). In the comparison of rivals each model takes the
+matrix that is better on the tuning half. The search of ranks is not run, because it needs gurobipy, PuLP, Optuna and a
+GPU.
 """
 
 import contextlib

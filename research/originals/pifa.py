@@ -1,9 +1,10 @@
-"""`PIFA.profle_svdllm_low_resource`, `PIFA.reconstruct` and `PivotLinear.from_linear` are run, on the CPU.
+"""Their `PIFA.profle_svdllm_low_resource`, `PIFA.reconstruct` and `PivotLinear.from_linear` are run, on the CPU.
 
-Both sides mix a quarter of the dense flow's outputs into the targets and fit U, then V, as the repository's README has
-it. Their `dev` and `Tensor.cuda` are the CPU here, and their `dataloader`, which the first function reads as a global
-name, is ours. They compute in float32, so that layers differ by more than logits where inputs hardly move. They count
-a layer's indices as r parameters more: the ratios are such that ranks agree. Pivots may differ where two are as good.
+Both sides mix a quarter of the dense model's outputs into the targets, and fit U and then V, as the repository's README
+says. Their `dev` and `Tensor.cuda` are replaced by the CPU, and their `dataloader`, which the first function reads as a
+global name, by our batches. They compute in float32, so layers whose inputs hardly vary differ by more than the logits
+do. They count r more parameters for a layer's indices; the ratios are chosen such that the ranks agree. Pivots may
+differ where two are equally good.
 """
 
 import copy

@@ -1,11 +1,11 @@
-"""`layernorm_fusion.replace_layers` and `fuse_modules`, and `rotate.rotate_and_slice` are run.
+"""Their `layernorm_fusion.replace_layers`, `layernorm_fusion.fuse_modules` and `rotate.rotate_and_slice` are run.
 
-Their package's `__init__` imports adapters of other models and data sets, so that modules are imported beside it, and
-`ml_collections`, of which they use one namespace, is one of ours. Their block unpacks three values from attention, of
-which transformers returns two: a third is put there. Their block returns a tuple, of which the model takes the first.
-`fuse_modules` centres embeddings, which is meant for LayerNorm and changes a Llama; here they are centred beforehand,
-for both sides. Their RMSNorm has an ε of 1e-5, and so has the model. Coordinates of the stream have free signs, so that
-logits and lengths are compared.
+Their package's `__init__` imports adapters of other models and data sets, so its modules are imported without it. Of
+`ml_collections` they use a single namespace, which we replace. Their block unpacks three values from attention, and
+transformers returns two, so we add a third. Their block returns a tuple, and the model gets its first element.
+`fuse_modules` centres embeddings, which is right for LayerNorm but changes a Llama; here they are centred beforehand on
+both sides. Their RMSNorm has an ε of 1e-5, and so has the model here. The signs of the stream's coordinates are
+arbitrary, so logits and norms are compared.
 """
 
 import copy
@@ -39,8 +39,8 @@ def compare(clone: Path) -> list[Row]:
             lengths += _lengths(ours, theirs)
     return [
         row(f"logits at widths {WIDTHS} of {model.config.hidden_size}", logits, 1e-5),
-        row("logits, turned alone", whole, 1e-5),
-        row("lengths of the blocks' matrices and shortcuts", lengths, 1e-5),
+        row("logits, only rotated", whole, 1e-5),
+        row("norms of the blocks' matrices and shortcuts", lengths, 1e-5),
     ]
 
 

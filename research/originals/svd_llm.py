@@ -1,7 +1,8 @@
-"""`SVDLLM.profle_svdllm` (sums of X Xᵀ and their Cholesky factors) and `SVDLLM.whitening` are run, on the CPU.
+"""Their `SVDLLM.profle_svdllm` (sums of X Xᵀ and their Cholesky factors) and `SVDLLM.whitening` are run, on the CPU.
 
-Cholesky factors need no retry here: there are more tokens than inputs. Ours has a ridge of a millionth of the largest
-eigenvalue, theirs computes in float32. The repository has no code of the second version's ranks.
+Here the Cholesky factorisation never has to be repeated, because there are more tokens than inputs. Ours adds a ridge
+of a millionth of the largest eigenvalue, and theirs computes in float32. Their repository has no code for the ranks of
+the second version.
 """
 
 import copy

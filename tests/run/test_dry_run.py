@@ -324,16 +324,12 @@ def test_candidates_and_evaluations_are_those_of_a_probe(spacing: str, tmp_path:
     assert (probe["layers"], probe["levels"]) == (len(table.ranks), 6)
 
 
-def test_tokens_hours_and_stages_add_up(tmp_path: Path) -> None:
-    result = dry_run(config_of(tiny.vit, tmp_path), tflops=2.0)
+def test_tokens_and_stages_add_up(tmp_path: Path) -> None:
+    result = dry_run(config_of(tiny.vit, tmp_path))
     assert result["sample_tokens"] == 17 and result["tokens"] == 2 * 2 * BATCH * 17  # 16 patches and the class token
     assert dry_run(config_of(tiny.llama_untied, tmp_path))["tokens"] == 2 * 2 * BATCH * LENGTH
     stages = {stage: number for stage, number in result["operations"].items() if stage != "all"}
     assert result["operations"]["all"] == sum(stages.values()) and list(result["memory"])[:4] == list(stages)
-    hours = result["hours"]
-    assert hours["decomposition"] is None
-    assert hours["all"] == pytest.approx(sum(value for name, value in hours.items() if value and name != "all"))
-    assert hours["probe"] == pytest.approx(stages["probe"] / 2e12 / 3600)
     once = operations.forward(build_architecture(config_of(tiny.vit, tmp_path)), 1)
     assert stages["probe"] > result["probe"]["evaluations"] * 5 * once * 0.9
 

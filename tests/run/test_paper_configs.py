@@ -94,7 +94,7 @@ def test_the_readme_shows_what_the_dry_run_prints(
             f"`{name}`", count(result["parameters"]["model"]), str(result["probe"]["layers"]),
             str(result["probe"]["evaluations"]), count(result["parameters"]["factors"]), count(half["params_model"]),
             f"{count(most_bytes(result))}B", f"{count(most_bytes(less))}B",
-            f"{result['operations']['all'] / 1e18:.3g}E", f"{result['hours']['all']:.0f}",
+            f"{result['operations']['all'] / 1e18:.3g}E",
         ]  # fmt: skip
         assert f"| {' | '.join(cells)} |" in text
     assert all(f"--set {key}" in text for key in SMALLER)
@@ -113,12 +113,12 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_dry_run_prints_its_figures_and_writes_nothing(written: Path) -> None:
     before = {path: path.read_bytes() for path in written.parent.iterdir()}
-    printed = invoke("run", written, "--dry-run", "--tflops", "3")
+    printed = invoke("run", written, "--dry-run")
     assert printed.exit_code == 0, printed.output
     assert {path: path.read_bytes() for path in written.parent.rglob("*")} == before
-    result = json.loads(invoke("run", written, "--dry-run", "--json", "--tflops", "3").stdout)
-    assert result == json.loads(json.dumps(dry_run(load_config(written), 3.0)))
-    for part in ("hours at 3 T/s", "self_attn.q_proj", "weight tied to model.embed_tokens", *result["notes"]):
+    result = json.loads(invoke("run", written, "--dry-run", "--json").stdout)
+    assert result == json.loads(json.dumps(dry_run(load_config(written))))
+    for part in ("self_attn.q_proj", "weight tied to model.embed_tokens", *result["notes"]):
         assert part in printed.stdout
     for row in result["budgets"]:
         assert re.search(rf"^ +{row['budget']:g} .* {count(row['params_model'])} ", printed.stdout, re.MULTILINE)
@@ -129,9 +129,6 @@ def test_a_dry_run_prints_its_figures_and_writes_nothing(written: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--tflops", "3"], "--tflops belongs to --dry-run"),
-        (["--dry-run", "--tflops", "0"], "--tflops is 0; give 10^12 operations per second"),
-        (["--dry-run", "--tflops", "inf"], "--tflops is inf"),
         (["--dry-run", "--set", "architecture=nowhere.json"], "architecture 'nowhere.json': no such file"),
         (["--dry-run", "--set", "architecture=null"], "model 'nobody/nothing': its config is not on this machine"),
         (["--dry-run", "--set", "architecture=null", "--set", "model=./nowhere"], "'./nowhere': no such directory"),

@@ -78,9 +78,6 @@ def run(
     config: Config,
     overrides: Set = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints sizes and costs of the run and exits.")] = False,
-    tflops: Annotated[
-        float | None, typer.Option(help="With --dry-run: 10^12 operations per second; default 100.")
-    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="With --dry-run: the GPU to plan for: h200, …, local or FILE.json.")
     ] = None,
@@ -91,7 +88,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Runs all stages; continues an earlier run of the same config."""
-    planned = {"tflops": tflops, "gpu": gpu, "gpus": gpus, "price": price}
+    planned = {"gpu": gpu, "gpus": gpus, "price": price}
     _check_planned({option: value for option, value in planned.items() if value is not None}, dry_run)
     if dry_run:
         _show_dry_run(config, overrides, planned, as_json)
@@ -324,26 +321,23 @@ def _run(config: Path, overrides: list[str] | None, until: str) -> Any:
 
 
 def _check_planned(given: Mapping[str, Any], is_dry: bool) -> None:
-    """Refuses an option without the one that it belongs to, --tflops beside --gpu, and a price out of range."""
+    """Refuses an option without the one that it belongs to, and a price out of range."""
     for option in given:
         if not is_dry:
             raise FlexrankError(f"--{option} belongs to --dry-run")
         if option in ("gpus", "price") and "gpu" not in given:
             raise FlexrankError(f"--{option} belongs to --gpu")
-        if option == "tflops" and "gpu" in given:
-            raise FlexrankError("--tflops and --gpu both say how fast the machine is; give one of them")
     if not 0 <= given.get("price", 0) < float("inf"):
         raise FlexrankError(f"--price is {given['price']:g}; it is the price of one GPU for an hour, 0 or more")
 
 
 def _show_dry_run(config: Path, overrides: list[str] | None, planned: Mapping[str, Any], as_json: bool) -> None:
     from flexrank.run.config import load_config
-    from flexrank.run.dry_run import DEFAULT_TFLOPS, dry_run, find_device, print_dry_run
+    from flexrank.run.dry_run import dry_run, find_device, print_dry_run
 
     device = find_device(planned["gpu"], planned["price"]) if planned["gpu"] is not None else None
-    tflops = DEFAULT_TFLOPS if planned["tflops"] is None else planned["tflops"]
     devices = 1 if planned["gpus"] is None else planned["gpus"]
-    result = dry_run(load_config(config, overrides or ()), tflops, device, devices)
+    result = dry_run(load_config(config, overrides or ()), device, devices)
     if as_json:
         print_json(result)
     else:

@@ -1,4 +1,4 @@
-"""A dry run: layers, candidates, sizes by budget, memory, operations and hours of a run, without loading a weight.
+"""A dry run: layers, candidates, sizes by budget, memory and operations of a run, without loading a weight.
 
 The architecture is built on the meta device, and runs one sample there. What depends on weights and data is unknown:
 the ranks that allocation chooses, unless RUN/chain.json has them, and the slack of gauge alignment.
@@ -25,10 +25,7 @@ from flexrank.run.dry_run.table import print_dry_run
 from flexrank.run.tables import split_block
 from flexrank.run.trials import trial_steps
 
-__all__ = ["DEFAULT_TFLOPS", "LOCAL", "dry_run", "find_device", "is_device", "print_dry_run"]
-
-#: The rate for `hours`, in 10¹² operations per second: a round number, not a measured one.
-DEFAULT_TFLOPS = 100.0
+__all__ = ["LOCAL", "dry_run", "find_device", "is_device", "print_dry_run"]
 
 NOTES = (
     "budget: deployed over dense parameters of the factorised layers; sizes are those of each layer's largest rank "
@@ -42,32 +39,26 @@ NOTES = (
     "and factorisations; no norms, softmaxes, loss or optimiser. The probe's are the most it may take; replayed "
     "blocks save about half.",
 )
-HOURS = "hours: operations over the stated rate; none for decomposition, in float64, which runs far below it."
 
 
-def dry_run(
-    config: RunConfig, tflops: float = DEFAULT_TFLOPS, device: Device | None = None, devices: int = 1
-) -> dict[str, Any]:
+def dry_run(config: RunConfig, device: Device | None = None, devices: int = 1) -> dict[str, Any]:
     """Counts what a run of this config would take; nothing is computed, downloaded or written.
 
     Args:
         config: the run's configuration.
-        tflops: the rate that the machine sustains, in 10¹² operations per second, for `hours`.
-        device: adds `plan`, what the run takes on `devices` devices of this kind; see `plan_run`.
+        device: adds `plan`, what the run takes on `devices` devices of this kind, hours included; see `plan_run`.
         devices: the number of devices, with one process each.
 
     Returns:
         A JSON object: layers, parameters and sizes, `moments` and `memory` of one process in bytes, `operations` of all
-        processes and `hours` by stage, `tokens` in all, and `notes`, which say what is counted.
+        processes by stage, `tokens` in all, and `notes`, which say what is counted.
 
     Raises:
         FlexrankError: the architecture cannot be built, has no layer to factorise, or cannot reach a budget; or
-            `tflops` or `devices` is out of range.
+            `devices` is out of range.
     """
     if devices < 1:
         raise FlexrankError(f"--gpus is {devices}; it is a number of devices, 1 or more")
-    if not 0 < tflops < float("inf"):
-        raise FlexrankError(f"--tflops is {tflops:g}; give 10^12 operations per second, a number above 0")
     architecture = build_architecture(config)
     require_reachable_budgets(config, architecture.shapes)
     moments = moment_bytes(architecture, config).values()
@@ -98,9 +89,9 @@ def dry_run(
         "samples_per_step": per_step,
         "steps": config.distillation.steps,
         "tokens": tokens,
-        **_operations(architecture, config, tflops),
+        "operations": _operations(architecture, config),
         **plan,
-        "notes": _notes(architecture, config, plan_notes(plan["plan"]) if plan else [HOURS]),
+        "notes": _notes(architecture, config, plan_notes(plan["plan"]) if plan else ()),
     }
 
 
@@ -110,20 +101,14 @@ def _counted_config(config: RunConfig, device: Device | None, devices: int) -> R
     return busiest_process_config(config.model_copy(update={"device": "cpu"}) if is_cpu else config, devices)
 
 
-def _operations(architecture: Architecture, config: RunConfig, tflops: float) -> dict[str, Any]:
+def _operations(architecture: Architecture, config: RunConfig) -> dict[str, int]:
     counts = {
         "calibration": operations.calibration(architecture, config),
         "decomposition": operations.decomposition(architecture, config),
         "probe": operations.probe(architecture, config),
         "consolidation": operations.consolidation(architecture, config),
     }
-    # Float64, in which layers are decomposed, runs far below any such rate.
-    hours = {stage: count / (tflops * 1e12) / 3600 for stage, count in counts.items() if stage != "decomposition"}
-    return {
-        "operations": counts | {"all": sum(counts.values())},
-        "tflops": tflops,
-        "hours": {stage: hours.get(stage) for stage in counts} | {"all": sum(hours.values())},
-    }
+    return counts | {"all": sum(counts.values())}
 
 
 def _layer_rows(architecture: Architecture) -> list[dict[str, Any]]:

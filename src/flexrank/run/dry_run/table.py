@@ -75,10 +75,9 @@ def _memory(result: Mapping[str, Any]) -> Table:
 
 
 def _work(result: Mapping[str, Any]) -> Table:
-    columns = ["stage", "operations", f"hours at {result['tflops']:g} T/s"]
-    table = new_table(columns, left=("stage",), title="work", **STYLE)
+    table = new_table(["stage", "operations"], left=("stage",), title="work", **STYLE)
     for stage, operations in result["operations"].items():
-        table.add_row("in all" if stage == "all" else stage, count(operations), _hours(result["hours"][stage]))
+        table.add_row("in all" if stage == "all" else stage, count(operations))
     return table
 
 

@@ -124,6 +124,8 @@ def test_a_dry_run_prints_its_figures_and_writes_nothing(written: Path) -> None:
         assert re.search(rf"^ +{row['budget']:g} .* {count(row['params_model'])} ", printed.stdout, re.MULTILINE)
     for stage, parts in result["memory"].items():
         assert re.search(rf"^ +{stage} .* {count(parts['all'])} ", printed.stdout, re.MULTILINE)
+    for stage, number in result["operations"].items():
+        assert re.search(rf"^ +{stage.replace('all', 'in all')} +{count(number)} *$", printed.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

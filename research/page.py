@@ -75,12 +75,12 @@ of both.
 Among trained rivals, nested widths (`matformer` in the tables) lead on stories260k from .7 down, where LLM-Pruner and
 ACIP are ahead too at .2, and with ACIP at babyllama's .2: complete heads and channels hold more per parameter than a
 few ranks of such narrow matrices. Fewer channels beside lower ranks would give flexrank most of that on stories260k,
-and a wider model something at .3 and .2 only (docs/log.md, "Narrower feed-forward parts"). Sizes that are trained
-separately can be ahead at large sizes, where shared weights pay for the small ones. With all steps for each size, which
-are eight times as many in total, `independent` is ahead at every size of stories260k. On the vision transformer,
-flexrank at its defaults, flexrank as printed and separate training are within 12 of 2,000 images of each other from .9
-to .3: the standard error is 20 images. Of methods with one artefact flexrank is first at every budget from .8 down on
-MiniLM, pycode5m and ResNet-20 (where its printed form is the only other one), and not on the other three.
+and a wider model something from .4 down (docs/log.md, "Narrower feed-forward parts"). Sizes that are trained separately
+can be ahead at large sizes, where shared weights pay for the small ones. With all steps for each size, which are eight
+times as many in total, `independent` is ahead at every size of stories260k. On the vision transformer, flexrank at its
+defaults, flexrank as printed and separate training are within 12 of 2,000 images of each other from .9 to .3: the
+standard error is 20 images. Of methods with one artefact flexrank is first at every budget from .8 down on MiniLM,
+pycode5m and ResNet-20 (where its printed form is the only other one), and not on the other three.
 
 **What each part of consolidation is worth** (`python -m research ablation`, also with `--config`): flexrank by its
 defaults, and without one part at a time, from the same factors and ranks, at equal steps and at one learning rate. On

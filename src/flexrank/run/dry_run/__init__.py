@@ -39,6 +39,7 @@ NOTES = (
     "and factorisations; no norms, softmaxes, loss or optimiser. The probe's are the most it may take; replayed "
     "blocks save about half.",
 )
+NO_PLAN = "hours and money: `--gpu h100`, for one, or `--gpu local` adds a plan."
 
 
 def dry_run(config: RunConfig, device: Device | None = None, devices: int = 1) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def dry_run(config: RunConfig, device: Device | None = None, devices: int = 1) -
         "tokens": tokens,
         "operations": _operations(architecture, config),
         **plan,
-        "notes": _notes(architecture, config, plan_notes(plan["plan"]) if plan else ()),
+        "notes": _notes(architecture, config, plan_notes(plan["plan"]) if plan else [NO_PLAN]),
     }
 
 

@@ -251,11 +251,11 @@ def test_a_process_is_waited_for_as_long_as_it_gives_signs_of_life() -> None:
     """Process 0 goes on giving them; process 1 gives none, then does and sets the key late."""
     group = processes._Group(0, 2, torch.distributed.HashStore(), 0.4)
     is_over = threading.Event()
-    threading.Thread(target=group.give_signs_of_life, args=(is_over,), daemon=True).start()
+    threading.Thread(target=group.send_heartbeats, args=(is_over,), daemon=True).start()
     with pytest.raises(processes.ProcessLost, match="process 1 has ended"):
         group.wait_for("key", 1)
     other = processes._Group(1, 2, group.store, 0.4)
-    threading.Thread(target=other.give_signs_of_life, args=(is_over,), daemon=True).start()
+    threading.Thread(target=other.send_heartbeats, args=(is_over,), daemon=True).start()
     threading.Timer(1.2, group.store.set, ("key", "")).start()
     start = time.monotonic()
     group.wait_for("key", 1)

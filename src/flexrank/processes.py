@@ -60,7 +60,7 @@ class _Group:
                 raise ProcessLost(f"process {number} has ended, or does not answer")
             time.sleep(POLL)
 
-    def give_signs_of_life(self, is_over: threading.Event) -> None:
+    def send_heartbeats(self, is_over: threading.Event) -> None:
         """Sends heartbeats to the store until `is_over` is set, or torchrun is gone."""
         with contextlib.suppress(RuntimeError):
             while not is_over.wait(min(HEARTBEAT, self.timeout / 4)):
@@ -277,7 +277,7 @@ def joined() -> Iterator[None]:
     store = dist.PrefixStore(f"use {next(_uses)}", store)
     _group = _Group(number, size, dist.PrefixStore("flexrank", store), TIMEOUT)
     _connect(_group, store)
-    threading.Thread(target=_group.give_signs_of_life, args=(is_over,), daemon=True).start()
+    threading.Thread(target=_group.send_heartbeats, args=(is_over,), daemon=True).start()
     try:
         yield
         if not _group.is_ending:

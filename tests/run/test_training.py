@@ -26,7 +26,7 @@ from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
 from flexrank.run.sizes import Sizes
 from flexrank.run.stages import read_chain
-from flexrank.run.training import autocast_dtype, log_losers, probe_losses
+from flexrank.run.training import autocast_dtype, log_degraded_sizes, probe_losses
 from flexrank.run.workspace import Workspace
 from tiny import relative
 from tiny_runs import rerun, summary_of
@@ -207,11 +207,11 @@ def test_training_has_the_settings_of_the_run(copied: Path, monkeypatch: pytest.
 
 def test_a_run_says_which_sizes_are_worse_than_before(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "flexrank"):
-        log_losers([0.3, 0.8, 0.9], [1.0, 0.5, 0.2], [0.9, 0.6, 0.3])
-        log_losers([0.3], [1.0], [1.0])
-        log_losers([0.3], [1.0], [math.nan])
-        log_losers([0.9, 1.0], [2e-3, -6.5e-9], [1e-3, 2.6e-9])  # a full model that rounding alone has changed
-        log_losers([0.9, 1.0], [1e-3, 0.0], [1.002e-3, 1.1e-6])
+        log_degraded_sizes([0.3, 0.8, 0.9], [1.0, 0.5, 0.2], [0.9, 0.6, 0.3])
+        log_degraded_sizes([0.3], [1.0], [1.0])
+        log_degraded_sizes([0.3], [1.0], [math.nan])
+        log_degraded_sizes([0.9, 1.0], [2e-3, -6.5e-9], [1e-3, 2.6e-9])  # a full model that rounding alone has changed
+        log_degraded_sizes([0.9, 1.0], [1e-3, 0.0], [1.002e-3, 1.1e-6])
     worse, none, unknown, rounded, little = caplog.messages
     assert worse.endswith("than before, on the probe's samples: 0.8, 0.9") and unknown.endswith("samples: 0.3")
     assert little.endswith("samples: 0.9, 1")

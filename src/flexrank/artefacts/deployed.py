@@ -18,7 +18,7 @@ from flexrank.data.batches import model_device
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
-from flexrank.nn.quantised import put_together, taken_apart
+from flexrank.nn.quantised import flatten_quantised, unflatten_quantised
 from flexrank.nn.select import replace_layers, require_merged, unwrapped
 from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.version import __version__
@@ -49,7 +49,7 @@ def write_state(small: nn.Module, directory: Path, *, factory: Factory | None = 
     name = None if factory is None else factory_name(factory)
     modules = small.named_modules()
     specs = {name: layer_spec(module) for name, module in modules if isinstance(module, GaugeAlignedLayer)}
-    state, notes = taken_apart(small.state_dict())
+    state, notes = flatten_quantised(small.state_dict())
     tensors, aliases = named_tensors(state)
     write_tensors(directory / STATE, tensors, notes)
     describe_deployed(small, directory, library="torch", layers=specs, aliases=aliases, factory=name)
@@ -95,7 +95,7 @@ def load_deployed(directory: str | Path, *, model: nn.Module | None = None) -> n
     verify_files(directory, document["files"])
     model = model if model is not None else bare_model(document["factory"], directory)
     with open_tensors(directory / STATE) as file:
-        tensors = put_together({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})
+        tensors = unflatten_quantised({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})
         return fill(model, document["layers"], tensors.items(), document["aliases"], directory)
 
 

@@ -20,7 +20,7 @@ from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.matrix import is_layer, matrix_shape
-from flexrank.nn.quantised import NOTED, is_quantised, part_names, taken_apart
+from flexrank.nn.quantised import NOTED, flatten_quantised, is_quantised, part_names
 from flexrank.nn.select import replace_layers
 from flexrank.nn.specs import FORMAT, build_layer, require_format, require_specs
 
@@ -75,7 +75,7 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
         if not is_quantised(state):
             return None, {}
         _untie_quantised_head_(model)
-        return taken_apart(state)
+        return flatten_quantised(state)
 
     @property
     def serialized_names(self) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ def is_quantised(state: Mapping[str, Tensor]) -> bool:
     return any(_is_of_torchao(tensor) for tensor in state.values())
 
 
-def taken_apart(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def flatten_quantised(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The state with each of torchao's tensors as the plain ones that it consists of, and torchao's notes on those.
 
     Without quantised tensors the notes are empty. Raises FlexrankError for a tensor that torchao cannot take apart.
@@ -46,15 +46,15 @@ def part_names(notes: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def put_together(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> dict[str, Tensor]:
-    """The state that `taken_apart` took apart."""
+def unflatten_quantised(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> dict[str, Tensor]:
+    """The state that `flatten_quantised` took apart."""
     state = dict(tensors)
     for name, parts in part_names(notes).items():
-        state[name] = _one_together({part: state.pop(part) for part in parts}, name, notes[name])
+        state[name] = _unflatten_one({part: state.pop(part) for part in parts}, name, notes[name])
     return state
 
 
-def _one_together(parts: dict[str, Tensor], name: str, note: str) -> Tensor:
+def _unflatten_one(parts: dict[str, Tensor], name: str, note: str) -> Tensor:
     """Makes one quantised tensor. Given all of them, torchao's function needs time with the cube of their number."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 

@@ -37,7 +37,7 @@ from flexrank.run.measure import latency_ratios
 from flexrank.run.samples import loss_rows
 from flexrank.run.sizes import Sizes, choose_slack, export_size, measure_size
 from flexrank.run.tracking import LOSSES, tracked
-from flexrank.run.training import log_losers, probe_losses, train_
+from flexrank.run.training import log_degraded_sizes, probe_losses, train_
 from flexrank.run.trials import choose_rate
 from flexrank.run.workspace import Workspace
 
@@ -149,7 +149,7 @@ def distill(work: Workspace, fingerprint: str) -> None:
             checkpoint = work.directory.partial("distill", fingerprint)
             with tracked(work.directory.path, budgets, settings.tracking) as on_step:
                 done = train_(work, model, chain, settings.steps, rate, checkpoint, weights, on_step)
-            log_losers(budgets, before, probe_losses(work, model, profiles))
+            log_degraded_sizes(budgets, before, probe_losses(work, model, profiles))
             drawn = [budgets[index] for index in done.profiles]
             history |= {"steps": done.steps, "losses": done.losses, "budgets": drawn}
         if processes.is_first() or is_sharded(model):

@@ -73,7 +73,7 @@ def probe_losses(work: Workspace, model: nn.Module, profiles: Sequence[Mapping[s
     return losses if is_sharded(model) else processes.sums(*losses)
 
 
-def log_losers(budgets: Sequence[float], before: Sequence[float], after: Sequence[float]) -> None:
+def log_degraded_sizes(budgets: Sequence[float], before: Sequence[float], after: Sequence[float]) -> None:
     """Logs in one line which sizes are further from the base model than before consolidation."""
     worse = [
         f"{budget:g}" for budget, old, new in zip(budgets, before, after, strict=True) if not new <= old + ROUNDING

@@ -35,7 +35,8 @@ def subject_of(
     """
     one, images = network(name, work), read_images()
     rows = half_indices(half, images.test)
-    rows = rows if is_full or half == "reporting" else rows[:TRIAL_IMAGES]
+    if half == "tuning" and not is_full:
+        rows = rows[:TRIAL_IMAGES]
     batches, classes = list(one.batches(images.test[rows])), images.classes[rows]
     order = torch.randperm(len(images.training), generator=torch.Generator().manual_seed(seed))
     calibration, probe, rest = (

@@ -31,7 +31,7 @@ largest over layers and ranks. A difference without a bound has no verdict.
 Plain SVD, FWSVD, DRONE, the ranks of SVD-LLM V2, A3 and, among the trained rivals, LLM-Pruner, nested widths and
 LayerSkip are not compared with any code. They follow their papers alone (A3 follows what is known of its paper), and
 the authors' code may be better. Each file of `research/baselines` begins with its departures from the paper. Uniform
-ranks, and those of SVD-LLM V2, use up what rounding to whole ranks leaves of a budget; the originals do not, and the
+ranks, and those of SVD-LLM V2, use up what rounding to whole ranks leaves over; the originals do not, and the
 comparison here leaves it out.
 """
 

@@ -39,7 +39,7 @@ NOTES = (
     "and factorisations; no norms, softmaxes, loss or optimiser. The probe's are the most it may take; replayed "
     "blocks save about half.",
 )
-NO_PLAN = "hours and money: `--gpu h100`, for one, or `--gpu local` adds a plan."
+NO_PLAN = "hours and money: add `--gpu h100`, another GPU, or `--gpu local` for this machine."
 
 
 def dry_run(config: RunConfig, device: Device | None = None, devices: int = 1) -> dict[str, Any]:

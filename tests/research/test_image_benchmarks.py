@@ -1,5 +1,6 @@
 """Networks on images as comparisons take them: who is scored, who is trained on, and which rivals apply."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_the_score_is_the_share_of_the_half_that_is_right(tmp_path: Path, monkey
         assert subject.score(model) == {"accuracy": sum(right) / len(own)}
         few, scored = images.subject_of("resnet20", tmp_path, half, is_full=False)[0], right[: {"tuning": 5}.get(half)]
         assert few.score(model) == {"accuracy": sum(scored) / len(scored)}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_only_trials_of_the_quick_form_score_fewer_images(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a count of each half's images. Finished trials of one form are not those of the other."""
+    monkeypatch.setattr(images, "TRIAL_IMAGES", 5)
+    monkeypatch.setattr(images, "accuracy", lambda _model, _batches, classes: len(classes))
+    counts = Counter(map(half_of, images.read_images().test))
+    for half, wanted in {"reporting": counts["reporting"], "tuning": counts["tuning"] if full else 5}.items():
+        request = Request(tmp_path, model="resnet20", full=full, half=half)
+        (free,), (trained,) = training_free.benchmarks(request), training_benchmarks.training_benchmarks(request)
+        for subject in (free.subject(0), trained.subject_and_batches(0, half)[0]):
+            assert subject.score(subject.teacher) == {"accuracy": wanted}
+        assert free.facts["full"] == trained.facts["full"] == full
 
 
 def test_accuracy_is_drawn_as_it_is_lost_and_nats_by_a_logarithm() -> None:

@@ -118,7 +118,7 @@ def test_a_dry_run_prints_its_figures_and_writes_nothing(written: Path) -> None:
     assert {path: path.read_bytes() for path in written.parent.rglob("*")} == before
     result = json.loads(invoke("run", written, "--dry-run", "--json").stdout)
     assert result == json.loads(json.dumps(dry_run(load_config(written))))
-    for part in ("self_attn.q_proj", "weight tied to model.embed_tokens", *result["notes"]):
+    for part in ("--gpu local", "self_attn.q_proj", "weight tied to model.embed_tokens", *result["notes"]):
         assert part in printed.stdout
     for row in result["budgets"]:
         assert re.search(rf"^ +{row['budget']:g} .* {count(row['params_model'])} ", printed.stdout, re.MULTILINE)

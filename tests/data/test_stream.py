@@ -312,6 +312,15 @@ def test_files_of_other_columns_or_types_than_the_first_are_one_line(second: dic
     assert "\n" not in str(caught.value)
 
 
+def test_files_of_parquet_without_rows_or_with_other_columns_too_are_read(tmp_path: Path) -> None:
+    for name, columns in {"a": [], "b": ["a", "b"], "c": ["c"]}.items():
+        more = {"number": [1]} if name == "c" else {}
+        parquet.write_table(
+            pyarrow.table({"text": pyarrow.array(columns, "string")} | more), tmp_path / f"{name}.parquet"
+        )
+    assert list(open_texts("parquet", str(tmp_path), TOKENIZER).texts()) == ["a", "b", "c"]
+
+
 def test_lines_of_json_end_at_line_feeds_alone(tmp_path: Path) -> None:
     texts = ["a\u2028b", "c\x0bd", "e\x85f", "g\rh"]
     lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)

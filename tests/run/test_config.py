@@ -130,10 +130,17 @@ def test_a_section_with_nothing_in_it_is_that_of_the_defaults(tmp_path: Path) ->
         ("dtype=int8", ["dtype is 'int8'", "'bfloat16'"]),
         ("name=a/b", ["name is 'a/b'"]),
         ("data.source=text", ["data.path is missing", "reads a file"]),
+        ("data.shuffle_buffer=10", ["data.shuffle_buffer is of a stream"]),
+        ("distillation.top_k=5", ["distillation.top_k", "'embedding' does not have"]),
+        ("distillation.temperature=2", ["temperature", "'embedding' does not have"]),
         ("task=classification", ["'stdlib-docs' does not fit task 'classification'"]),
         ("model.x=3", ["--set 'model.x=3'", "'model' is a value"]),
         ("steps", ["--set 'steps'", "KEY=VALUE"]),
         ("seed=[", ["--set 'seed=['", "not YAML"]),
+        ("data.revision=2024-02-30", ["--set 'data.revision=2024-02-30'", "not YAML"]),
+        (f"seed={'[' * 3000}", ["not YAML"]),
+        ("data.path=''", ["data.path is ''", "at least 1 character"]),
+        ("output=''", ["output is ''", "at least 1 character"]),
     ],
 )
 def test_a_wrong_override_is_one_line(override: str, parts: list[str], tmp_path: Path) -> None:
@@ -167,7 +174,8 @@ def test_every_method_takes_no_saving_and_the_default_one(method: str, saving: f
     ("content", "part"),
     [
         ("name: [", "not YAML"), ("- a\n- b\n", "a mapping of keys"), (b"\xff\xfe\x00", "not YAML"),
-        ("name: tiny\ntask: language\n", "key 'model' is missing"),
+        ("name: tiny\ntask: language\n", "key 'model' is missing"), ("seed: " + "1" * 5000, "not YAML"),
+        ("data: {revision: 2024-02-30}", "not YAML"), ("name: " + "[" * 3000, "not YAML"),
         ("name: tiny\ntask: language\nmodle: x\n", "'modle'; did you mean 'model'"),
     ],
 )  # fmt: skip

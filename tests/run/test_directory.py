@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from flexrank.distill.step import Step
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_files
 from flexrank.run import directory, run_stages, runner
-from flexrank.run.config import load_config
+from flexrank.run.config import load_config, parse_config
 from flexrank.run.directory import RunDirectory, identity, model_identity
 from flexrank.run.runner import fingerprints
-from tiny_runs import TEXT, rerun
+from tiny_runs import TEXT, rerun, settings
 
 pytestmark = pytest.mark.usefixtures("verified_here")
 
+#: A checkpoint of another configuration.
+OTHER = "distill-0123456789abcdef"
 BELOW_DISTILL = ("slack", "evaluate_initial", "evaluate", "deploy", "report")
 
 
@@ -76,20 +79,24 @@ def test_an_interrupted_stage_goes_on_to_the_same_bits(
         assert stage in run_stages(config, stage).executed
     assert resumed.calls == left
     assert (tmp_path / "run" / result).read_bytes() == (finished / result).read_bytes()
-    assert not partial.exists()
+    assert left_in(partial) == ({OTHER} if stage == "probe" else set())  # of a stage that this command does not reach
+
+
+def left_in(partial: Path) -> set[str]:
+    return {path.name for path in partial.iterdir()} if partial.exists() else set()
 
 
 def leave_stale_files(partial: Path, *names: str) -> None:
     """What killed processes leave: scratch of an evaluation, and checkpoints of other configurations."""
     (partial / "evaluate-x1y2z3").mkdir(parents=True)
     (partial / "evaluate-x1y2z3" / "model.safetensors").write_text("")
-    (partial / "distill-0123456789abcdef").mkdir()
+    (partial / OTHER).mkdir()
     for name in ("probe-0123456789abcdef.json", *names):
         (partial / name).write_text("")
 
 
 def test_a_run_leaves_nothing_stale_in_partial(copied: Path) -> None:
-    """A checkpoint that an unfinished stage resumes from stays, through a run that ends before that stage."""
+    """A checkpoint that an unfinished stage resumes from stays, and so do others of stages that are not reached."""
     config, partial = load_config(copied), copied / "partial"
     leave_stale_files(partial)
     assert rerun(copied) == ()
@@ -102,7 +109,24 @@ def test_a_run_leaves_nothing_stale_in_partial(copied: Path) -> None:
     with pytest.raises(FlexrankError, match="too small"):  # refused before it is probed, and no checkpoint is lost
         rerun(copied, "data.probe=8", "allocation.budgets=[0.001]")
     assert rerun(copied, until="probe") == ()
-    assert list(partial.iterdir()) == [kept]
+    assert left_in(partial) == {kept.name, OTHER}
+
+
+def test_a_run_is_not_inside_what_it_reads(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own cards, logs and weights would be texts or a part of the model, and change all fingerprints."""
+    (tmp_path / "texts").mkdir()
+    shutil.copy(sources / "text.txt", tmp_path / "texts" / "a.txt")
+    shutil.copytree(sources / "language", tmp_path / "model")
+    monkeypatch.chdir(tmp_path / "texts")
+    for model, data, output, key in (
+        (tmp_path / "model", ".", "runs", "data.path '.'"), (tmp_path / "model", ".", "../model/runs", "model '"),
+    ):  # fmt: skip
+        config = parse_config(settings(model, Path(data), Path(output)))
+        with pytest.raises(FlexrankError, match=f"^output '{re.escape(output)}' is inside {re.escape(key)}"):
+            run_stages(config, "decompose")
+        assert not Path(output).exists()
+    config = parse_config(settings(tmp_path / "model", Path(), Path("../runs")))
+    assert run_stages(config, "decompose").executed == ("decompose",)
 
 
 @pytest.mark.parametrize(

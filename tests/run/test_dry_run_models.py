@@ -28,6 +28,24 @@ def test_a_layer_that_does_not_run_is_named_as_in_a_run(tmp_path: Path) -> None:
     assert dry_run(config_of(mamba, tmp_path, layers={"exclude": ["dt_proj"]}))["layers"]
 
 
+def test_a_language_model_within_a_model_of_images_and_texts(tmp_path: Path) -> None:
+    """Its configuration has those of both; hidden states (32) and logits (64) are kept of 16 tokens, in 4 bytes."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    def gemma() -> Any:
+        text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        text |= {"intermediate_size": 56, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 40}
+        vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 56}
+        return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28}))
+
+    some: dict[str, Any] = {"layers": {"include": ["language_model"]}, "distillation": {"steps": 1, "batch_size": 1}}
+    some["distillation"] |= {"autocast": "off", "accumulation": 1}
+    config = config_of(gemma, tmp_path, data={"max_tokens": 16}, **some)
+    assert dry_run(config)["memory"]["consolidation"]["targets"] == 16 * (32 + 64) * 4
+    with pytest.raises(FlexrankError, match="data.max_tokens is 41; this model reads at most 40"):
+        dry_run(config_of(gemma, tmp_path, data={"max_tokens": 41}, **some))
+
+
 def test_windows_of_attention_with_other_heads_in_each_stage_are_counted_without(tmp_path: Path) -> None:
     from transformers import SwinConfig, SwinForImageClassification
 

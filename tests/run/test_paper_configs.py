@@ -111,6 +111,27 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tiny.json"
 
 
+def test_of_a_model_on_the_hub_a_dry_run_downloads_its_config_alone(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, cache = set(), tmp_path / "hub" / "models--you--tiny"
+
+    def download(repository: str, file: str, *, local_files_only: bool, **_: Any) -> None:
+        assert not local_files_only
+        asked.add((repository, file))
+        for path, text in {"refs/main": "a" * 40, f"snapshots/{'a' * 40}/{file}": own}.items():
+            (cache / path).parent.mkdir(parents=True, exist_ok=True)
+            (cache / path).write_text(text)
+
+    own, wanted = (tmp_path / "architecture.json").read_text(), dry_run(load_config(written))
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: False)
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = dry_run(load_config(written, ["architecture=null", "model=you/tiny"]))
+    assert found == wanted | {"model": "you/tiny", "architecture": None}
+    assert asked == {("you/tiny", "config.json")}
+
+
 def test_a_dry_run_prints_its_figures_and_writes_nothing(written: Path) -> None:
     before = {path: path.read_bytes() for path in written.parent.iterdir()}
     printed = invoke("run", written, "--dry-run")
@@ -132,7 +153,8 @@ def test_a_dry_run_prints_its_figures_and_writes_nothing(written: Path) -> None:
     ("arguments", "part"),
     [
         (["--dry-run", "--set", "architecture=nowhere.json"], "architecture 'nowhere.json': no such file"),
-        (["--dry-run", "--set", "architecture=null"], "model 'nobody/nothing': its config is not on this machine"),
+        (["--dry-run", "--set", "architecture=null"], "model 'nobody/nothing': We couldn't connect to"),
+        (["--dry-run", "--set", "architecture=null"], "a config.json here can be named with the key architecture"),
         (["--dry-run", "--set", "architecture=null", "--set", "model=./nowhere"], "'./nowhere': no such directory"),
         (["--dry-run", "--set", "architecture=wrong.json"], "hidden_size"),
         (["--dry-run", "--set", "architecture=empty.json"], "Should have a `model_type` key"),

@@ -46,6 +46,20 @@ def write_images(path: Path, size: int = 16) -> Path:
     return path
 
 
+def test_a_network_in_bfloat16_that_does_not_convert_its_images(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], num_labels=5, layer_type="basic")
+    ResNetForImageClassification(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    scaling = {"rescale_factor": 1 / 255, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(scaling))
+    values = settings(tmp_path / "model", write_images(tmp_path / "images.npz"), tmp_path / "run")
+    values["distillation"] |= {"steps": 2}
+    run_stages(parse_config(values))
+    small = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "deployed" / "0.50")
+    assert small.dtype == torch.bfloat16 and small(torch.zeros(1, 3, 16, 16, dtype=small.dtype)).logits.isfinite().all()
+
+
 def test_a_whole_run(model: Path, tmp_path: Path) -> None:
     images = write_images(tmp_path / "images.npz")
     run_stages(parse_config(settings(model, images, tmp_path / "run")))

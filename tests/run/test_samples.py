@@ -147,6 +147,20 @@ def test_a_running_text_of_long_lines_is_divided_at_blanks(lines: int, sources: 
     assert 0.55 * len(text) < count < 0.75 * len(text)  # 65 % by pieces of 4096 characters, each a token
 
 
+@pytest.mark.parametrize("task", ["embedding", "language"])
+def test_training_takes_all_of_its_part_unless_it_is_limited(task: str, sources: Path, tmp_path: Path) -> None:
+    """65 % of 7,000 texts; of running text as many tokens, here letters, which are cut into blocks of 16."""
+    lines = [f"text {number:010d}" for number in range(7000)]  # 15 letters, and the line's end or special tokens
+    (tmp_path / "long.txt").write_text("\n".join(lines) + "\n")
+    values = settings(sources / task, tmp_path / "long.txt", tmp_path, task)
+    values["data"] |= {"max_tokens": 16, "training": None}
+    samples = load_samples(parse_config(values), load_tokenizer(sources / task))
+    assert sum(len(batch["input_ids"]) for batch in samples.training) == pytest.approx(4550, abs=2)
+    values["data"] |= {"training": 5}
+    limited = load_samples(parse_config(values), load_tokenizer(sources / task)).training
+    assert sum(len(batch["input_ids"]) for batch in limited) == 5
+
+
 def test_the_timed_batch_is_a_full_one(sources: Path, tmp_path: Path) -> None:
     for count, size in ((20, 16), (16, 16), (9, 16)):
         values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")

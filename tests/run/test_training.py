@@ -170,8 +170,11 @@ def test_the_full_size_is_deployed_as_it_was_trained(
     assert relative(logits[0], logits[1]) < 1e-5 and (relative(logits[0], logits[2]) < 1e-5) == is_base
 
 
-def test_tuning_a_run_that_is_not_consolidated_has_no_warm_up(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(copied, ["distillation.steps=0"])
+@pytest.mark.parametrize(("steps", "wanted"), [(0, 0), (10, 100), (80, 50)])
+def test_warm_up_takes_the_same_share_of_a_tuning_and_at_most_half(
+    steps: int, wanted: int, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(copied, [f"distillation.steps={steps}", "distillation.warmup_steps=20"])
     warmups: list[int] = []
 
     def record(*_: Any, warmup_steps: int, **__: Any) -> None:
@@ -180,7 +183,7 @@ def test_tuning_a_run_that_is_not_consolidated_has_no_warm_up(copied: Path, monk
     monkeypatch.setattr(training, "distill_", record)
     work = Workspace(config, RunDirectory(copied))
     training.train_(work, work.base, [], 200, 1e-3, copied / "x")
-    assert warmups == [0]
+    assert warmups == [wanted]
 
 
 def test_training_has_the_settings_of_the_run(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,18 +19,22 @@ OUTPUTS = ("logits", "last_hidden_state")
 #: Several processes compare their first batch, then one in this many: loaders may diverge later, as on another pass.
 COMPARED_EVERY = 100
 #: What a batch is, for error messages.
+#: The images and sounds that transformers' models read.
+SIGNALS = ("pixel_values", "input_values", "input_features")
 KINDS = "a tensor for model(x), a tuple or list for model(*batch), or a mapping for model(**batch)"
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
     """Calls `model(**batch)` for a mapping, `model(*batch)` for a tuple or list, `model(batch)` for a tensor.
 
+    A mapping's images and sounds are converted to the model's dtype.
+
     Raises FlexrankError if the model's forward does not take the batch, or if an encoder-decoder has to make up its
     decoder's inputs, because it is then unknown which of them are real.
     """
     _require_batch(batch)
-    named = batch if isinstance(batch, Mapping) else {}
-    others: Any = () if named is batch else (batch,) if isinstance(batch, Tensor) else batch
+    named = _in_dtype_of(model, batch) if isinstance(batch, Mapping) else {}
+    others: Any = () if isinstance(batch, Mapping) else (batch,) if isinstance(batch, Tensor) else batch
     try:
         output = model(*others, **named)
     except TypeError:
@@ -49,6 +53,15 @@ def require_several(batches: Any) -> None:
     if isinstance(batches, Tensor | Mapping | str):
         right = "a list of batches, or what gives them one by one, such as a DataLoader"
         raise FlexrankError(f"batches is a {type(batches).__name__}; it is {right}")
+
+
+def _in_dtype_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch with images and sounds in the dtype of a transformers model: many such models do not convert them."""
+    dtype, signals = getattr(model, "dtype", None), {}
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        signals = {key: batch[key] for key in SIGNALS if isinstance(batch.get(key), Tensor)}
+    changed = {key: value.to(dtype) for key, value in signals.items() if value.is_floating_point()}
+    return {**batch, **changed} if changed else batch
 
 
 def _require_batch(batch: Any) -> None:

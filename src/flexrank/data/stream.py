@@ -37,6 +37,8 @@ COLUMNS = ("text", "messages")
 DIVISIONS = {"\n": "line", "\n\n": "paragraph"}
 #: The first objects of a file of JSON lines, whose keys are its columns.
 OBJECTS = 1000
+#: The most rows of a parquet file that are read at a time.
+ROWS = 1000
 #: The number of texts that are tokenised together.
 TEXTS = 64
 
@@ -112,7 +114,8 @@ def open_texts(
     Raises:
         FlexrankError: the corpus is missing or empty, or has no such column.
     """
-    rows = _open_rows(source, path, (subset, split, revision), separator)
+    version = subset, split, revision
+    rows = _open_rows(source, path, version, separator)
     parse: Callable[[Any], dict[str, Any]] = functools.partial(_json_object, path) if source == "jsonl" else dict
     # Rows of a table have the same columns; objects of JSON may lack some.
     first = itertools.islice(filter(None, map(parse, readable(rows, path))), OBJECTS if source == "jsonl" else 1)
@@ -120,13 +123,26 @@ def open_texts(
     if not columns:
         raise FlexrankError(f"data.path {path}: the corpus is empty; give one with texts")
     chosen = _column(column, columns, path)
-    # A selection is a new data set, whose state is still at the first row.
-    selected = rows.select_columns(["text" if source == "jsonl" else chosen])
+    # Both are new data sets, whose state is still at the first row. Of parquet only the column is read, as files may
+    # differ in others.
+    if source == "parquet":
+        selected = _open_rows(source, path, version, separator, [chosen])
+    else:
+        selected = rows.select_columns(["text" if source == "jsonl" else chosen])
     return TextStream(selected, lambda row: text_of(parse(row).get(chosen), chosen, tokenizer), path)
 
 
-def _open_rows(source: str, path: str, version: tuple[str | None, str | None, str | None], separator: str) -> Any:
-    """The rows of a corpus; `version` is the subset, split and revision of a data set on the hub."""
+def _open_rows(
+    source: str,
+    path: str,
+    version: tuple[str | None, str | None, str | None],
+    separator: str,
+    columns: list[str] | None = None,
+) -> Any:
+    """The rows of a corpus; `version` is the subset, split and revision of a data set on the hub.
+
+    `columns` of a parquet corpus are read, by default all.
+    """
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also raises every error that it logs
@@ -137,7 +153,10 @@ def _open_rows(source: str, path: str, version: tuple[str | None, str | None, st
         # JSON lines are read as text lines: the JSON reader infers one type for each column, and fails at the first row
         # of another type, even in a column that is not used.
         reader = "parquet" if source == "parquet" else "text"
-        options = {"sample_by": DIVISIONS[separator]} if source == "text" else {}
+        options = {
+            "text": {"sample_by": DIVISIONS[separator]},
+            "parquet": {"columns": columns, "batch_size": ROWS},  # by default as many as the first group, maybe none
+        }.get(source, {})
         files = list(map(glob.escape, corpus_files(source, path)))  # `datasets` takes brackets in a name for a pattern
         rows = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options)
         # By row group: otherwise everything read from a file stays in memory until the end of the file.

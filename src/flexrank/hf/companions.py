@@ -75,7 +75,7 @@ class MeanPooled:
         directory = Path(directory)
         if (directory / MODULES).is_file():
             return
-        width = transformers.AutoConfig.from_pretrained(directory).hidden_size
+        width = transformers.AutoConfig.from_pretrained(directory).get_text_config().hidden_size
         pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
         (directory / "1_Pooling").mkdir(exist_ok=True)
         write_json(directory / "1_Pooling" / "config.json", pooling)

@@ -1,11 +1,11 @@
-"""transformers models built from their config alone, for dry runs: on the meta device, without weights or downloads."""
+"""transformers models built from their config alone, for dry runs: on the meta device, without weights."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flexrank.errors import FlexrankError
+from flexrank.errors import FlexrankError, first_line
 from flexrank.hf.classes import Task, class_for
 from flexrank.hf.models import clear_errors, require_dense, resolve_source
 
@@ -13,13 +13,15 @@ from flexrank.hf.models import clear_errors, require_dense, resolve_source
 def meta_model(
     name: str | Path, task: Task, *, dtype: torch.dtype = torch.float32, architecture: str | Path | None = None
 ) -> Any:
-    """The model that `load_model` would load, on the meta device: shapes without memory. Nothing is downloaded.
+    """The model that `load_model` would load, on the meta device: shapes without memory.
+
+    Of a model on the hub only config.json is downloaded, unless it is in the cache.
 
     `architecture` is a config.json to use in place of the model's own. If transformers has no class of the task for it,
     the class that it names is used.
 
     Raises:
-        FlexrankError: there is no such config on this machine, the model is compressed, or no class fits.
+        FlexrankError: there is no such config, the model is compressed, or no class fits.
     """
     import transformers
 
@@ -64,7 +66,7 @@ def attention_width(model: Any) -> int:
 
 
 def _config_of(name: str | Path, architecture: str | Path | None) -> Any:
-    """Reads the config of a model, or the `architecture` in its place, from files on this machine."""
+    """Reads the config of a model, or the `architecture` in its place, without its weights."""
     import transformers
 
     if architecture is not None and not Path(architecture).is_file():
@@ -72,12 +74,12 @@ def _config_of(name: str | Path, architecture: str | Path | None) -> Any:
     source = str(architecture) if architecture is not None else resolve_source(name)
     with clear_errors(source):
         try:
-            config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(source)
         except OSError as error:
             if Path(source).exists():
                 raise
-            mend = "and a dry run downloads nothing; name a config.json with the key architecture"
-            raise FlexrankError(f"model {str(name)!r}: its config is not on this machine, {mend}") from error
+            mend = "a config.json here can be named with the key architecture"
+            raise FlexrankError(f"model {str(name)!r}: {first_line(error).rstrip('.')}; {mend}") from error
     if (Path(source) / "elastic.json").is_file():
         raise FlexrankError(f"model {str(name)!r}: an elastic artefact; name the dense model from which it was made")
     require_dense(config, source)

@@ -84,7 +84,7 @@ class DistillationConfig(Section):
     steps: Annotated[int, Field(ge=0)] = 400  # of the optimiser; 0 leaves the decomposed network as it is
     # The peak, from which it falls to 0 along a cosine. None: short trials choose it, or it is 1e-4 below 200 steps.
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    warmup_steps: Annotated[int, Field(ge=0)] = 20  # over which the learning rate rises from 0
+    warmup_steps: Annotated[int, Field(ge=0)] = 20  # over which the learning rate rises from 0; at most half of `steps`
     batch_size: Count = 32  # samples per pass
     accumulation: Count = 1  # passes per step
     # The relative chance of each of `allocation.budgets`, from the largest to the smallest; None means equal chances,
@@ -164,8 +164,8 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # letters, digits and any of . _ -
     task: Literal["embedding", "language", "classification"]  # decides the batches, the distillation loss and qualities
     model: Annotated[str, Field(min_length=1)]  # a directory, a name on the hub, or `package:PACKAGE/PATH`
-    # A transformers config.json that a dry run reads in place of the model's own, so that it downloads nothing.
-    architecture: Annotated[LocalPath, Field(min_length=1)] | None = None
+    # A transformers config.json that a dry run reads in place of the model's own, which it gets from the hub.
+    architecture: LocalPath | None = None
     # Of the elastic weights; bfloat16 takes half the memory, and is trained with stochastic rounding. The base model
     # keeps its files' dtype.
     dtype: Dtype = "float32"
@@ -200,6 +200,10 @@ class RunConfig(Section):
         if self.distillation.steps and self.dtype == "float16":
             right = "take bfloat16, or keep float32 with deployment.dtype float16"
             yield f"dtype 'float16' cannot be consolidated; {right}"
+        if self.task == "classification" and self.distillation.hidden_weight:
+            yield "distillation.hidden_weight is of hidden states, which task 'classification' does not follow"
+        if self.task == "embedding" and (self.distillation.top_k is not None or self.distillation.temperature != 1):
+            yield "distillation.top_k and temperature are of classes' likelihoods, which task 'embedding' does not have"
         if allocation.method == "joint" and allocation.savings == "ranks":
             yield "allocation.savings 'ranks' belongs to allocation.method 'paper'; 'joint' has parameters"
         if allocation.method == "paper" and allocation.min_saving not in (0, AllocationConfig().min_saving):
@@ -301,7 +305,7 @@ def _override(value: dict[str, Any], override: str) -> None:
             raise FlexrankError(f"--set {override!r}: {parent!r} is a value, not a section with keys")
     try:
         value[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise FlexrankError(f"--set {override!r}: the value is not YAML") from error
 
 

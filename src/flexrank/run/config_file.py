@@ -25,7 +25,9 @@ def read_config_file(file: Path) -> dict[str, Any]:
     try:
         with file.open(encoding="utf8") as stream:
             value = yaml.load(stream, _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except FlexrankError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a day that no month has, or too deep a nesting
         raise FlexrankError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(value, dict):
         raise FlexrankError(

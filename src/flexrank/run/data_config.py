@@ -9,10 +9,8 @@ from pydantic import Field
 
 Count = Annotated[int, Field(ge=1)]
 #: `~` is the user's directory.
-LocalPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
+LocalPath = Annotated[str, Field(min_length=1), pydantic.AfterValidator(os.path.expanduser)]
 
-#: Training samples if `training` is not set and the texts are not a stream.
-IN_MEMORY = 4096
 #: Sources that are always streams; and keys of `data` that belong to certain sources.
 STREAMS = ("jsonl", "parquet", "hub")
 KEYS_OF_SOURCES = {
@@ -53,7 +51,7 @@ class DataConfig(Section):
     separator: Annotated[str, Field(min_length=1)] | None = None
     calibration: Count = 1024  # samples that the decomposition is calibrated on
     probe: Count = 192  # samples that layers are probed on
-    training: Count | None = None  # samples that sizes are trained on; None is 4096, or all of a stream
+    training: Count | None = None  # samples that sizes are trained on; None is all of that part, or of a stream
     evaluation: Count = 512  # samples for the table's qualities; of `stdlib-docs` (embedding), pairs of docstring parts
     # Which half of the held-out samples, by hash: settings are chosen on one, tables show the other. None takes all.
     half: Literal["tuning", "reporting"] | None = None
@@ -78,6 +76,8 @@ class DataConfig(Section):
             yield f"data.path {self.path} is not read by data.source 'stdlib-docs'; set data.source, such as to 'text'"
         if self.is_stream and self.training is not None:
             yield "data.training counts texts in memory; a stream gives what distillation.steps take, so leave it out"
+        if not self.is_stream and self.shuffle_buffer != type(self)().shuffle_buffer:
+            yield "data.shuffle_buffer is of a stream; data in memory is shuffled as a whole, so leave it out"
         if self.streaming and self.held_out is not None:
             yield "data.held_out is read whole; with data.streaming a tenth of data.path is held out"
         if self.streaming and self.separator not in (None, "\n", "\n\n"):

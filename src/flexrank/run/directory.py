@@ -16,7 +16,7 @@ import operator
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,15 +184,21 @@ class RunDirectory:
         records = [read_json(path) for path in sorted((self.path / "stages").glob("*.json"))]
         return {record["stage"]: record["code"] for record in records if "code" in record}
 
-    def remove_stale(self, fingerprints: Mapping[str, str]) -> None:
-        """Removes all of partial/ except the checkpoints that unfinished stages with these fingerprints resume from."""
+    def remove_stale(self, fingerprints: Mapping[str, str], reached: Collection[str]) -> None:
+        """Removes all of partial/ except what unfinished stages with these fingerprints resume from.
+
+        A checkpoint of a stage that the command has not `reached` stays, whatever its fingerprint.
+        """
         unfinished = {
             f"{stage}-{fingerprint[:16]}"
             for stage, fingerprint in fingerprints.items()
             if self.fingerprint_of(stage) != fingerprint
         }
+        skipped = fingerprints.keys() - reached
         for path in self._partial.iterdir() if self._partial.is_dir() else ():
-            if path.name.partition(".")[0] not in unfinished:
+            name = path.name.partition(".")[0]
+            stage, _, mark = name.partition("-")
+            if name not in unfinished and not (stage in skipped and len(mark) == 16):  # scratch has shorter marks
                 _remove(path)
 
     def forget(self, stage: str) -> None:
@@ -265,6 +271,14 @@ def identity(path: str | Path, hashed: int = HASHED_BYTES) -> Any:
         return str(path)
     stat = path.stat()
     return digest_file(path) if stat.st_size <= hashed else [stat.st_size, stat.st_mtime_ns]
+
+
+def require_apart(config: RunConfig, source: str | Path) -> None:
+    """Raises FlexrankError if the run directory is inside what the run reads: its own files would change its data."""
+    for key, place in {"model": source, "data.path": config.data.path, "data.held_out": config.data.held_out}.items():
+        if place and Path(place).is_dir() and config.directory.resolve().is_relative_to(Path(place).resolve()):
+            inside = f"output {str(config.directory)!r} is inside {key} {str(place)!r}"
+            raise FlexrankError(f"{inside}, so the run would read its own files; set output to a folder elsewhere")
 
 
 def model_identity(source: str | Path) -> Any:

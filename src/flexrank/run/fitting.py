@@ -35,7 +35,8 @@ def most_tokens(model: nn.Module) -> int | None:
 
     In RoBERTa and its kin the first token has the position after that of padding.
     """
-    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    config: Any = model.config
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name and module.num_embeddings == limit:
             return limit if module.padding_idx is None else limit - module.padding_idx - 1

@@ -22,7 +22,15 @@ from flexrank.run import stages
 from flexrank.run.candidates import rank_constraints
 from flexrank.run.cards import write_card
 from flexrank.run.config import DistillationConfig, RunConfig, load_config
-from flexrank.run.directory import RunDirectory, code_digest, data_identity, fingerprint, model_identity, texts_identity
+from flexrank.run.directory import (
+    RunDirectory,
+    code_digest,
+    data_identity,
+    fingerprint,
+    model_identity,
+    require_apart,
+    texts_identity,
+)
 from flexrank.run.sizes import Sizes, export_size
 from flexrank.run.workspace import Workspace
 
@@ -134,6 +142,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
 
     directory = RunDirectory(config.directory)
     source = models.resolve_source(config.model)
+    require_apart(config, source)
     wanted = _needed(until)
     executed, codes = list[str](), dict[str, str]()
     with _locked_with_config(directory, config) as old:
@@ -152,7 +161,7 @@ def run_stages(config: RunConfig, until: str = "report") -> Outcome:
             executed.append(stage.name)
         # Only now: a setting that is refused must not cost another one its checkpoint, nor may what only reads.
         if not codes:
-            processes.on_first_process(lambda: directory.remove_stale(prints))
+            processes.on_first_process(lambda: directory.remove_stale(prints, wanted))
     return Outcome(directory.path, tuple(executed), work, prints)
 
 

@@ -33,7 +33,6 @@ from flexrank.data.text import (
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
 from flexrank.run.config import RunConfig
-from flexrank.run.data_config import IN_MEMORY
 
 # A separator that no text contains, so that a file is read as one text.
 NO_SEPARATOR = "\0"
@@ -112,7 +111,7 @@ def _text_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
         make = sentence_maker(tokenizer, data.max_tokens, size, config.seed)
         consolidation = StreamedBatches(training, make, window)
     else:
-        consolidation = batches(training[: data.training or IN_MEMORY], size, config.seed)
+        consolidation = batches(training[: data.training], size, config.seed)
     return _samples(config, calibration, batches, consolidation, example, quality_function)
 
 
@@ -149,7 +148,7 @@ def _block_samples(config: RunConfig, tokenizer: Tokenizer) -> Samples:
         make = block_maker(tokenizer, data.max_tokens, size, seed)
         consolidation = StreamedBatches(training, make, data.shuffle_buffer or UNSHUFFLED)
     else:
-        consolidation = batches(blocks("training", training)[: data.training or IN_MEMORY], size)
+        consolidation = batches(blocks("training", training)[: data.training], size)
     return _samples(config, blocks("calibration", calibration), batches, consolidation, example, quality_function)
 
 
@@ -175,7 +174,7 @@ def _image_samples(config: RunConfig, images: Tensor, scaling: Scaling, labels: 
         return qualities
 
     example = batches(held_out, config.evaluation.latency_batch_size)[0]
-    consolidation = batches(training[: config.data.training or IN_MEMORY], config.distillation.batch_size)
+    consolidation = batches(training[: config.data.training], config.distillation.batch_size)
     samples = _samples(config, calibration, batches, consolidation, example, quality_function)
     return dataclasses.replace(samples, classes=labels)
 

@@ -41,7 +41,7 @@ def train_(
     settings = work.config.distillation
     own = {
         "method": settings.method, "objective": work.objective(settings.weight_of_hidden_states, settings.top_k),
-        "warmup_steps": round(steps * settings.warmup_steps / settings.steps) if settings.steps else 0,
+        "warmup_steps": round(steps * min(0.5, settings.warmup_steps / settings.steps)) if settings.steps else 0,
         "weight_decay": settings.weight_decay, "accumulation": settings.accumulation, "max_norm": settings.max_norm,
         "autocast": autocast_dtype(settings.autocast, work.device), "optimizer": settings.optimizer,
         "gradient_checkpointing": settings.gradient_checkpointing, "seed": work.config.seed,

@@ -43,7 +43,7 @@ NO_PLAN = "hours and money: add `--gpu h100`, another GPU, or `--gpu local` for 
 
 
 def dry_run(config: RunConfig, device: Device | None = None, devices: int = 1) -> dict[str, Any]:
-    """Counts what a run of this config would take; nothing is computed, downloaded or written.
+    """Counts what a run of this config would take; no weights or data are read, and nothing is written.
 
     Args:
         config: the run's configuration.

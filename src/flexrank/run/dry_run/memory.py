@@ -18,7 +18,6 @@ from flexrank.probe.replay import make_plan
 from flexrank.profiles.costs import Shape, full_ranks
 from flexrank.run.candidates import candidate_ranks, rank_constraints
 from flexrank.run.config import RunConfig
-from flexrank.run.data_config import IN_MEMORY
 from flexrank.run.dry_run.activations import kept_bytes
 from flexrank.run.dry_run.architecture import Architecture, trains_only_factors
 from flexrank.run.dry_run.moments import factor_bytes, moment_bytes
@@ -186,7 +185,7 @@ def target_bytes_per_sample(architecture: Architecture, config: RunConfig) -> in
         return (architecture.outputs if follows else rows * numbers) * size
     if settings.top_k is not None:
         numbers, size = 2 * settings.top_k + 1, 4
-    hidden = architecture.teacher.config.hidden_size if follows and config.task == "language" else 0
+    hidden = architecture.teacher.config.get_text_config().hidden_size if follows and config.task == "language" else 0
     return rows * (numbers + hidden) * size
 
 
@@ -208,7 +207,7 @@ def training_bytes(architecture: Architecture, student: Any, config: RunConfig, 
     if settings.accumulation == 1 and not settings.gradient_checkpointing:
         activations = max(0, activations - gradients)
     taken = settings.steps * settings.batch_size * settings.accumulation
-    own = 0 if config.data.is_stream else math.ceil((config.data.training or IN_MEMORY) / count)
+    own = 0 if config.data.is_stream else math.ceil((config.data.training or taken * count) / count)
     return {
         "student": size,
         "gradients": gradients,

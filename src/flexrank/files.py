@@ -101,7 +101,7 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     stays = path.is_dir() and (path == Path.cwd() or path.is_mount() or not os.access(path.parent, os.W_OK))
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path if stays else path.parent))
-    aside.chmod(0o777 & ~_umask())
+    aside.chmod(path.stat().st_mode & 0o777 if path.is_dir() else 0o777 & ~_umask())
     try:
         yield aside
         for file in aside.rglob("*"):
@@ -126,12 +126,14 @@ def _replace_directory(new: Path, path: Path, markers: Collection[str]) -> None:
         os.replace(path, old / path.name)
         os.replace(new, path)
         _keep_others(old / path.name, path, markers)
+        shutil.rmtree(old / path.name)
     except BaseException:
         if not path.exists():
             os.replace(old / path.name, path)
         raise
     finally:
-        shutil.rmtree(old)
+        if not any(old.iterdir()):  # otherwise it has what is still to be kept, which `clear_leftovers` does
+            old.rmdir()
 
 
 def _fill_directory(new: Path, path: Path) -> None:
@@ -177,10 +179,11 @@ def documents_of(directory: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _written(directory: Path) -> set[str]:
-    """The entries of a directory that belong to an artefact: its documents, what they name, and its card."""
+    """The entries of a directory that belong to an artefact: its documents, what they name in it, and its card."""
     documents = documents_of(directory)
-    names = {name for one in documents.values() for key in ("files", "shards") for name in one.get(key) or ()}
-    return {*documents, *(Path(name).parts[0] for name in names), *["README.md"] * bool(documents)}
+    names = {Path(name) for one in documents.values() for key in ("files", "shards") for name in one.get(key) or ()}
+    inside = {name.parts[0] for name in names if name.parts and not name.is_absolute() and ".." not in name.parts}
+    return {*documents, *inside, *["README.md"] * bool(documents)}
 
 
 def clear_leftovers(directory: Path) -> None:

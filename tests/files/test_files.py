@@ -188,7 +188,6 @@ def test_what_an_artefact_did_not_write_stays(place: str, tmp_path: Path, monkey
         monkeypatch.chdir(path)
     if place == "interrupted":  # after the renaming
         monkeypatch.setattr("flexrank.files._keep_others", interrupted)
-        monkeypatch.setattr("flexrank.files.shutil.rmtree", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             artefact(path, "config.json", "three")
         monkeypatch.undo()
@@ -202,6 +201,23 @@ def test_what_an_artefact_did_not_write_stays(place: str, tmp_path: Path, monkey
     artefact(tmp_path / "other", "one")
     remove_artefact(tmp_path / "other")
     assert os.listdir(tmp_path) == ["small"]
+
+
+@pytest.mark.parametrize("name", ["../precious", "deep/../../precious", "ABSOLUTE", "."])
+def test_what_a_document_names_outside_its_directory_stays(name: str, tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "small"
+    precious.write_text("mine")
+    artefact(path, "one")
+    write_document(path / "doc.json", "test", {"files": {name.replace("ABSOLUTE", str(precious)): ""}})
+    remove_artefact(path)
+    assert precious.read_text() == "mine" and entries(path) == {"one"}
+
+
+def test_a_private_directory_stays_private(tmp_path: Path) -> None:
+    artefact(tmp_path / "small", "one")
+    (tmp_path / "small").chmod(0o700)
+    artefact(tmp_path / "small", "two")
+    assert (tmp_path / "small").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_link_is_followed_and_a_mount_point_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,12 +153,12 @@ def _open_rows(
         # JSON lines are read as text lines: the JSON reader infers one type for each column, and fails at the first row
         # of another type, even in a column that is not used.
         reader = "parquet" if source == "parquet" else "text"
-        options = {
+        options: dict[str, dict[str, Any]] = {
             "text": {"sample_by": DIVISIONS[separator]},
             "parquet": {"columns": columns, "batch_size": ROWS},  # by default as many as the first group, maybe none
-        }.get(source, {})
+        }
         files = list(map(glob.escape, corpus_files(source, path)))  # `datasets` takes brackets in a name for a pattern
-        rows = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options)
+        rows = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options.get(source, {}))
         # By row group: otherwise everything read from a file stays in memory until the end of the file.
         return rows.reshard() if source == "parquet" else rows
 

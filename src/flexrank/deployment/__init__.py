@@ -168,9 +168,11 @@ def _copied(
 ) -> Any:
     """A deep copy with modules replaced; each other tensor is created once, directly on `device` and in `dtype`.
 
-    Buffers that are not part of the state keep their dtype, because they are recomputed when the model is loaded.
+    Buffers that are not part of the state keep their dtype, because they are recomputed when the model is loaded. So do
+    tensors that transformers keeps in float32, such as the router's bias of DeepSeek-V3.
     """
-    state = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    kept = models.names_in_float32(model, dtype)
+    state = {id(value) for name, value in model.state_dict(keep_vars=True).items() if name not in kept}
     left = {inner for module in replaced for inner in module.modules()}
     # deepcopy uses what its memo holds as the copy of an object, so elastic weights are never copied.
     memo: dict[int, Any] = {id(old): new for old, new in replaced.items()}

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import importlib.util
 import logging
+import re
 import sys
 import threading
 from collections.abc import Collection, Iterator
@@ -37,6 +38,14 @@ _REMOTE_CODE = '''"""Makes this model load with `trust_remote_code=True`; `impor
 import flexrank  # noqa: F401
 import transformers
 '''
+#: Of custom code transformers would not convert the names of tensors, as it does of its own classes.
+_REMOTE_CLASS = """
+
+class {name}(transformers.{name}):
+    @classmethod
+    def is_custom_code(cls):
+        return False
+"""
 
 
 def resolve_source(name: str | Path) -> str:
@@ -258,6 +267,16 @@ def is_transformers_model(model: object) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
+def names_in_float32(model: Any, dtype: torch.dtype | None) -> set[str]:
+    """The names of the tensors that transformers keeps in float32 in a model of this dtype; none of other models."""
+    parts = set[str]()
+    if dtype in (torch.float16, torch.bfloat16):
+        parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return {name for name in model.state_dict() if any(re.search(rf"(^|\.){part}($|\.)", name) for part in parts)}
+
+
 def library_of(model: object) -> str:
     """`transformers` for a model of a class that transformers has, and so can build from its config; else `torch`."""
     is_known = is_transformers_model(model) and hasattr(sys.modules["transformers"], type(model).__name__)
@@ -324,7 +343,7 @@ def _architecture(directory: str | Path) -> Any:
 def _write_remote_code(model: Any, directory: Path) -> None:
     """Writes `modeling_flexrank.py`, whose classes keep transformers' names, and the `auto_map` that names them."""
     classes = auto_map(model)
-    body = "".join(f"\n\nclass {name}(transformers.{name}):\n    pass\n" for name in dict.fromkeys(classes.values()))
+    body = "".join(_REMOTE_CLASS.format(name=name) for name in dict.fromkeys(classes.values()))
     (directory / f"{REMOTE_MODULE}.py").write_text(_REMOTE_CODE + body, encoding="utf8")
     config = read_json(directory / "config.json")
     config["auto_map"] = {auto: f"{REMOTE_MODULE}.{name}" for auto, name in classes.items()}

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -19,10 +21,11 @@ from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.nn.experts import separate_as_recorded_
+from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.matrix import is_layer, matrix_shape
 from flexrank.nn.quantised import NOTED, flatten_quantised, is_quantised, part_names
 from flexrank.nn.select import replace_layers
-from flexrank.nn.specs import FORMAT, build_layer, require_format, require_specs
+from flexrank.nn.specs import FORMAT, build_layer, layer_spec, require_format, require_specs
 
 Item = TypeVar("Item")
 log = logging.getLogger("flexrank")
@@ -72,6 +75,8 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """A quantised size's tensors, taken apart; called by `save_pretrained`, before it writes the config."""
         state = model.state_dict()
+        self.quantization_config.layers = _present_specs(model, self.quantization_config.layers)
+        _keep_layers_apart_(model, self.quantization_config.layers)
         if not is_quantised(state):
             return None, {}
         _untie_quantised_head_(model)
@@ -132,6 +137,41 @@ def _finish_quantised_(model: Any) -> None:
     ]
 
 
+def _present_specs(model: Any, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The specs of the layers that the model has now: since it was deployed, some may have been removed or replaced."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GaugeAlignedLayer):
+            found[name] = layer_spec(module)
+        elif name in specs and specs[name]["form"] == "dense" and is_layer(module):
+            found[name] = {**specs[name], "shape": list(matrix_shape(module))}
+    return found
+
+
+def _keep_layers_apart_(model: Any, layers: Iterable[str]) -> None:
+    """Leaves the deployed layers' tensors as they are in `save_pretrained`.
+
+    Its conversions join the weights of some layers, such as q, k and v, or permute their rows; of factors this is
+    wrong.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if (
+        conversions is None
+    ):  # of a model that was not loaded, as transformers finds them; see `revert_weight_conversion`
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [one for one in found if not isinstance(one, PrefixChange)]
+    own = [f"{name}.{key}" for name in layers for key in model.get_submodule(name).state_dict()]
+    model._weight_conversions = [one for one in conversions if not _changes_values(one, own)]
+
+
+def _changes_values(conversion: Any, names: Iterable[str]) -> bool:
+    """Whether this conversion, undone as a model is saved, makes other tensors of some with these names."""
+    if not isinstance(conversion, WeightConverter):
+        return False
+    undone = conversion.reverse_transform()
+    return any(undone.rename_source_key(name)[1] is not None for name in names)
+
+
 def _untie_quantised_head_(model: Any) -> None:
     """Notes in the config that quantising has untied a head from the embedding, which transformers would tie again."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -142,7 +182,7 @@ def _untie_quantised_head_(model: Any) -> None:
 def _torchao_notes(files: Iterable[str]) -> dict[str, str]:
     """The notes of torchao in these files' headers; empty if nothing is quantised."""
     notes = dict[str, str]()
-    for path in files:
+    for path in (one for one in files if one.endswith(".safetensors")):
         with safe_open(path, framework="pt") as file:
             notes |= file.metadata() or {}
     return notes if NOTED in notes else {}

@@ -9,6 +9,7 @@ from torch import nn
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
+from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
 from flexrank.nn.quantised import is_quantised
@@ -33,6 +34,7 @@ def select_layers(
             wanted = "it is a name, a part of one, or a glob"
             raise FlexrankError(f"layer pattern {pattern!r} matches no module of {type(model).__name__}; {wanted}")
     require_merged(model)
+    _require_not_deployed(model)
     reasons = dense_reasons(model, include, exclude)
     layers = {name: module for name, module in model.named_modules() if is_layer(module) and name not in reasons}
     for name, reason in reasons.items():
@@ -80,6 +82,13 @@ def require_merged(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") and callable(getattr(module, "merge", None)):
             raise FlexrankError(f"layer {name!r} has an adapter; first merge it into the weight: merge_and_unload()")
+
+
+def _require_not_deployed(model: nn.Module) -> None:
+    """Raises FlexrankError for a model that `deploy` made, whose factors would be factorised in their turn."""
+    for name, module in model.named_modules():
+        if isinstance(module, GaugeAlignedLayer):
+            raise FlexrankError(f"layer {name!r} is factorised already; take the base model or the elastic one")
 
 
 def require_in_memory(model: nn.Module) -> None:

@@ -20,7 +20,6 @@ from flexrank.deployment import export
 from flexrank.errors import FlexrankError
 from flexrank.hf import meta, models
 from flexrank.hf.classes import class_for
-from flexrank.hf.quantizer import attach
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.specs import layer_spec
 from tiny import AUTO, agree, flip_a_bit, outputs, same_state
@@ -140,11 +139,13 @@ def test_a_base_loads_from_its_head_and_a_head_from_its_base(saved):
 
 def test_a_layer_that_the_architecture_lacks_is_named(tmp_path):
     small = tiny.deployed("bert")
-    attach(small, {"encoder.layer.9.output.dense": layer_spec(small.encoder.layer[0].output.dense)})
     small.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    specs = config["quantization_config"]["layers"]
+    specs["encoder.layer.9.output.dense"] = specs["encoder.layer.0.output.dense"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FlexrankError, match=r"BertModel has no layer 'encoder\.layer\.9"):
         transformers.AutoModel.from_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["format"] = 9
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FlexrankError, match="format 9"):

@@ -29,6 +29,7 @@ Method = Literal["datasvd", "paper", "svd", "fisher"]
 METHODS: tuple[Method, ...] = ("datasvd", "paper", "svd", "fisher")
 
 
+@torch.inference_mode(False)  # whose tensors could not be trained
 @torch.no_grad()
 def decompose_(
     model: nn.Module, moments: Mapping[str, LayerMoment] | Iterable[str], *, method: Method | None = None
@@ -48,7 +49,8 @@ def decompose_(
     """
     require_unwrapped(model)
     given = moments if isinstance(moments, Mapping) else dict[str, LayerMoment]()
-    method = _chosen(method, any(one.gradient_moment is not None for one in given.values()))
+    has_gradients = any(getattr(one, "gradient_moment", None) is not None for one in given.values())
+    method = _chosen(method, has_gradients)
     slots = parent_slots(model, list(moments))
     require_layers({name: model.get_submodule(name) for name in slots})
     for name in slots:  # all, before the first is replaced
@@ -182,17 +184,25 @@ def _chosen(method: Method | None, has_gradients: bool) -> Method:
 
 def _require_usable(model: nn.Module, name: str, moment: LayerMoment | None, method: Method) -> None:
     """Raises FlexrankError if a layer's weight is not finite, or its moment is not what the method needs."""
-    problem = None
-    if not bool(torch.isfinite(weight_matrix(model.get_submodule(name))).all()):
-        problem = "the weight holds values that are not finite"
-    elif method != "svd" and moment is None:
-        problem = f"method {method!r} needs moments; call collect_moments first"
-    elif method == "paper" and moment is not None and moment.side != "input":
-        problem = "method 'paper' needs the input's moment; collect_moments(..., side='input') keeps it"
-    elif method == "fisher" and moment is not None and moment.gradient_moment is None:
-        problem = "method 'fisher' needs collect_moments(..., gradient_loss=...)"
-    if problem is not None:
+    layer = model.get_submodule(name)
+    if not bool(torch.isfinite(weight_matrix(layer)).all()):
+        raise FlexrankError(f"layer {name!r}: the weight holds values that are not finite")
+    if method != "svd" and (problem := _moment_problem(matrix_shape(layer), moment, method)):
         raise FlexrankError(f"layer {name!r}: {problem}")
+
+
+def _moment_problem(shape: Shape, moment: LayerMoment | None, method: Method) -> str | None:
+    if not isinstance(moment, LayerMoment):
+        return f"method {method!r} needs moments; call collect_moments first"
+    (m, n), gradient = shape, moment.gradient_moment
+    width = n if moment.side == "input" else m
+    if moment.moment.shape != (width, width) or (gradient is not None and gradient.shape != (m, m)):
+        return f"is {m} x {n}, and its moments are of another shape; collect them with this model"
+    if method == "paper" and moment.side != "input":
+        return "method 'paper' needs the input's moment; collect_moments(..., side='input') keeps it"
+    if method == "fisher" and gradient is None:
+        return "method 'fisher' needs collect_moments(..., gradient_loss=...)"
+    return None
 
 
 def _decompose(weight: Tensor, moment: LayerMoment | None, method: Method) -> Factors:

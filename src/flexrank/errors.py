@@ -1,5 +1,6 @@
 """The errors that a user can cause and fix, and how their messages quote other errors and values."""
 
+import sys
 from typing import Any
 
 
@@ -23,3 +24,9 @@ def short_repr(value: Any) -> str:
     """The `repr` of a value, on one line of at most sixty characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the GPU or the machine is out of memory; torch's CPU allocator reports the latter as a RuntimeError."""
+    of_torch = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
+    return isinstance(error, (MemoryError, of_torch)) or "DefaultCPUAllocator: " in str(error)

@@ -88,6 +88,8 @@ def _require_decomposed(layers: Mapping[str, NestedLayer]) -> None:
 def _require_same_layers(layers: Mapping[str, NestedLayer], base: nn.Module) -> None:
     if missing := layers.keys() - dict(base.named_modules()).keys():
         raise FlexrankError(f"layer {min(missing)!r} is not in the base model; give the model that was decomposed")
+    if any(isinstance(base.get_submodule(name), NestedLayer) for name in layers):
+        raise FlexrankError("the base model has elastic layers; give the model before decomposition")
 
 
 def _sums(name: str, layer: NestedLayer, flows: Iterable[Flow], batches: Iterable[Batch]) -> Sums:

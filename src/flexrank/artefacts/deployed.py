@@ -6,6 +6,7 @@ tensors, the factory of the bare architecture, and checksums. A transformers mod
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,10 @@ def factory_name(factory: Factory) -> str:
     if "<" in name or name.startswith("__main__:") or _import_factory(name) is not factory:
         right = "give a function at the top level of a module, or its name, such as 'my_script:build'"
         raise FlexrankError(f"factory {name} cannot be imported by name; {right}")
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise FlexrankError(f"factory {name} is called without arguments, and has to have some: {error}") from error
     return name
 
 

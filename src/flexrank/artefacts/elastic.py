@@ -28,10 +28,10 @@ from flexrank.hf.companions import local_directory, save_companions, verify_arte
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.quantised import is_quantised
-from flexrank.nn.select import require_in_memory, unwrapped
+from flexrank.nn.select import require_in_memory, require_merged, unwrapped
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec, require_dtype
-from flexrank.nn.switch import nested_layers, require_fitting, set_profile
+from flexrank.nn.switch import footprint, nested_layers, require_fitting, set_profile
 from flexrank.profiles import ChainEntry, ProfileChain
 
 ELASTIC_STATE = "elastic"
@@ -72,6 +72,7 @@ def save_elastic(
     require_dtype(deployed_dtype)
     model = unwrapped(model)
     require_in_memory(model)
+    require_merged(model)
     if is_quantised(model.state_dict()):
         raise FlexrankError(f"{type(model).__name__} has quantised weights; quantise its deployed sizes")
     if is_sharded(model) and not processes.is_first():
@@ -127,7 +128,8 @@ class ElasticWriter:
         if models.is_transformers_model(model) and self._library == "torch" and factory is None:
             right = "give factory=, 'package.module:function', which builds it"
             raise FlexrankError(f"{type(model).__name__} is no class of transformers, which cannot build it; {right}")
-        chain = _trained_part(chain, layers)
+        # The bytes of what is written: the model may have another dtype than when it was probed.
+        chain = dataclasses.replace(_trained_part(chain, layers), footprint=footprint(model, self._dtype))
         for entry in chain.entries:
             require_fitting(layers, entry.profile)
         written = _written_ranks(layers, chain)
@@ -141,7 +143,8 @@ class ElasticWriter:
         content |= {"shards": self._shards.finish(), "files": self._files}
         content["deployed_dtype"] = None if deployed_dtype is None else files.dtype_name(deployed_dtype)
         files.write_document(self._directory / ELASTIC_DOCUMENT, ELASTIC_KIND, content)
-        write_elastic_card(self._directory, content, chain, model)
+        sizes = chain if deployed_dtype is None else chain.counted_in(deployed_dtype.itemsize)
+        write_elastic_card(self._directory, content, sizes, model)
 
     def _add_rest(self, chain: ProfileChain, written: Mapping[str, int]) -> None:
         factors = {f"{name}.{factor}": name for name in written for factor in "uv"}
@@ -190,6 +193,7 @@ def load_elastic(
     return load_entries(directory, count, model)
 
 
+@torch.inference_mode(False)  # whose tensors could not be trained
 def load_entries(
     directory: Path, count: int | None = None, model: nn.Module | None = None
 ) -> tuple[nn.Module, ProfileChain]:

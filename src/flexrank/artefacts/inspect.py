@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flexrank import files
 from flexrank.artefacts.deployed import DOCUMENT, KEYS, KIND, STATE
 from flexrank.artefacts.elastic import ELASTIC_DOCUMENT, ELASTIC_KIND, read_elastic_document
@@ -38,7 +40,9 @@ def inspect_artefact(directory: str | Path) -> dict[str, Any]:
     if (directory / ELASTIC_DOCUMENT).is_file():
         document = read_elastic_document(directory)
         paths = [directory / file for file in document["shards"]]
-        content = {"kind": ELASTIC_KIND, "budgets": ProfileChain.from_json(document["chain"]).sizes()}
+        chain, deployed = ProfileChain.from_json(document["chain"]), document.get("deployed_dtype")
+        chain = chain.counted_in(getattr(torch, deployed).itemsize) if deployed else chain  # as sizes are cut from it
+        content = {"kind": ELASTIC_KIND, "budgets": chain.sizes()}
     else:
         document, paths = _deployed_document(directory), _weight_files(directory)
     dtype, values = _header_summary(paths)

@@ -159,6 +159,8 @@ def collect_rows(
     batches = list(batches)
     if not batches:
         raise FlexrankError("collecting rows needs at least one batch")
+    if not isinstance(layers, Mapping):
+        raise FlexrankError(f"layers is a {type(layers).__name__}; it is what select_layers or nested_layers returns")
     if count < 1:
         raise FlexrankError(f"count is {count}; collecting rows needs at least one")
     chosen = [batches[index] for index in sorted({round(i * (len(batches) - 1) / 15) for i in range(16)})]

@@ -283,11 +283,12 @@ def report(
     from flexrank.run.runner import warn_of_old_report
 
     directories = [one if one.is_dir() else load_config(one).directory for one in runs]
+    for directory in directories:
+        warn_of_old_report(directory)
     if len(directories) == 1:
         if output is not None:
             raise FlexrankError("--output is the page of several runs; that of one is RUN/report.html")
         written = processes.on_first_process(lambda: list(map(str, write_report(directories[0]))))
-        warn_of_old_report(directories[0])
         show_report(directories[0], as_json, {"written": written})
         return
     page = output or Path("comparison.html")

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from flexrank import processes
-from flexrank.errors import FlexrankError, first_line
+from flexrank.errors import FlexrankError, first_line, is_out_of_memory
 
 LOST, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -74,12 +74,6 @@ class _Interrupted(Exception):
 _USAGE_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether the GPU or the machine is out of memory; torch's CPU allocator reports the latter as a RuntimeError."""
-    of_torch = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
-    return isinstance(error, (MemoryError, of_torch)) or "DefaultCPUAllocator: " in str(error)
-
-
 def _out_of_memory_message(error: Exception) -> str:
     """The message: remedies, after the error's first sentences; torch's later ones are about its own settings."""
     words = ". ".join(first_line(error).split(". ")[:3]).rstrip(".")
@@ -97,7 +91,7 @@ def _report_or_raise(error: Exception) -> int:
     Nor is an error raised that another process has reported. Other libraries raise a RuntimeError when a process is
     lost, but also for their other faults. Returns the exit status.
     """
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return _report_error(_out_of_memory_message(error), LOST)
     fault = "a fault of the program"
     word, _ = processes.agree_on_exit(fault, LOST, is_certain=not isinstance(error, RuntimeError))

@@ -27,13 +27,14 @@ KINDS = "a tensor for model(x), a tuple or list for model(*batch), or a mapping 
 def call_model(model: nn.Module, batch: Batch) -> Any:
     """Calls `model(**batch)` for a mapping, `model(*batch)` for a tuple or list, `model(batch)` for a tensor.
 
-    A mapping's images and sounds are converted to the model's dtype.
+    A mapping's images and sounds are converted to the model's dtype. Rows that hold several texts (`position_ids`
+    without a mask) are read without a cache: with one, transformers lets the texts see each other.
 
     Raises FlexrankError if the model's forward does not take the batch, or if an encoder-decoder has to make up its
     decoder's inputs, because it is then unknown which of them are real.
     """
     _require_batch(batch)
-    named = _in_dtype_of(model, batch) if isinstance(batch, Mapping) else {}
+    named = _without_cache(model, _in_dtype_of(model, batch)) if isinstance(batch, Mapping) else {}
     others: Any = () if isinstance(batch, Mapping) else (batch,) if isinstance(batch, Tensor) else batch
     try:
         output = model(*others, **named)
@@ -62,6 +63,12 @@ def _in_dtype_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any
         signals = {key: batch[key] for key in SIGNALS if isinstance(batch.get(key), Tensor)}
     changed = {key: value.to(dtype) for key, value in signals.items() if value.is_floating_point()}
     return {**batch, **changed} if changed else batch
+
+
+def _without_cache(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    is_packed = batch.get("position_ids") is not None and batch.get("attention_mask") is None
+    has_cache = getattr(getattr(model, "config", None), "use_cache", None) is True
+    return {"use_cache": False, **batch} if is_packed and has_cache else batch
 
 
 def _require_batch(batch: Any) -> None:
@@ -154,7 +161,7 @@ def output_tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     for field in OUTPUTS:
-        value = getattr(output, field, None)
+        value = output.get(field) if isinstance(output, Mapping) else getattr(output, field, None)
         if value is not None:
             return value
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
@@ -179,12 +186,17 @@ def mean_pool(hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 @contextlib.contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Sets eval mode inside the block; afterwards every submodule has the mode it had before."""
+    """Sets eval mode inside the block; afterwards every submodule has the mode it had before.
+
+    If a model has recurrent layers cuDNN is off meanwhile, because its own have no gradients in eval mode.
+    """
     modes = [(module, module.training) for model in models for module in model.modules()]
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module, _ in modes)
     for model in models:
         model.eval()
     try:
-        yield
+        with torch.backends.cudnn.flags(enabled=False) if is_recurrent else contextlib.nullcontext():
+            yield
     finally:
         for module, training in modes:
             module.training = training

@@ -21,6 +21,7 @@ from flexrank.deployment.slack import (
 )
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
+from flexrank.hf.classes import names_in_float32
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, Slack
@@ -67,7 +68,7 @@ def deploy(
         FlexrankError: the profile does not fit the model, or a slack is negative or too small for a layer.
     """
     require_slack(slack)
-    require_options(dtype, activations)
+    require_options(dtype, activations, nested_layers(model))
     model = unwrapped(model)
     require_in_memory(model)
     if base is not None and profile == full_ranks(layer_shapes(model)):
@@ -171,7 +172,7 @@ def _copied(
     Buffers that are not part of the state keep their dtype, because they are recomputed when the model is loaded. So do
     tensors that transformers keeps in float32, such as the router's bias of DeepSeek-V3.
     """
-    kept = models.names_in_float32(model, dtype)
+    kept = names_in_float32(model, dtype)
     state = {id(value) for name, value in model.state_dict(keep_vars=True).items() if name not in kept}
     left = {inner for module in replaced for inner in module.modules()}
     # deepcopy uses what its memo holds as the copy of an object, so elastic weights are never copied.

@@ -22,7 +22,7 @@ from flexrank.data.batches import output_tensor
 from flexrank.deployment.dense import dense_model
 from flexrank.deployment.exports import relative_difference, require_no_problems
 from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_of, sample_inputs
-from flexrank.errors import FlexrankError, first_line
+from flexrank.errors import FlexrankError, first_line, is_out_of_memory
 from flexrank.hf import models
 from flexrank.hf.companions import CARD, PICKLES
 from flexrank.nn.experts import SEPARATE_KEY
@@ -163,6 +163,8 @@ def _clear_failures(format: str, architecture: str) -> Iterator[None]:
     except (FlexrankError, OSError, ModuleNotFoundError):
         raise
     except Exception as error:  # each library raises its own kinds
+        if is_out_of_memory(error):
+            raise
         raise FlexrankError(f"{format} cannot express {architecture}: {first_line(error)}; nothing was kept") from error
     finally:
         registration.setLevel(before)
@@ -176,7 +178,7 @@ def _add_companions(source: Path, aside: Path) -> None:
     own = {"config.json", CARD, DEPLOYED, f"{models.REMOTE_MODULE}.py"}
     for path in source.iterdir():
         is_weights = ".safetensors" in path.name or path.suffix in PICKLES or path.name.startswith("checkpoint-")
-        if path.name in own or is_weights or path.name.startswith(".") or (path.is_dir() and files.documents_of(path)):
+        if path.name in own or is_weights or path.name.startswith(".") or _holds_artefacts(path, aside):
             continue
         if path.is_dir():
             shutil.copytree(path, aside / path.name)
@@ -185,6 +187,12 @@ def _add_companions(source: Path, aside: Path) -> None:
     config = files.read_json(source / "config.json")
     ours = ("quantization_config", "auto_map", SEPARATE_KEY)
     files.write_json(aside / "config.json", {key: value for key, value in config.items() if key not in ours})
+
+
+def _holds_artefacts(path: Path, aside: Path) -> bool:
+    """Whether this is a directory in which an artefact is, or is being written."""
+    places = [path, *filter(Path.is_dir, path.rglob("*"))] if path.is_dir() else []
+    return any(files.documents_of(place) for place in places) or aside.resolve() in [one.resolve() for one in places]
 
 
 def _write_card(aside: Path, facts: dict[str, Any], source: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import output_tensor
 from flexrank.errors import FlexrankError
+from flexrank.files import read_json
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 
 Inputs = dict[str, Tensor]
@@ -86,7 +87,7 @@ def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
         kinds = f"a model of {model.main_input_name}; exports are of models of input_ids or pixel_values"
         raise FlexrankError(f"{type(model).__name__} is {kinds}")
     if model.main_input_name == "pixel_values":
-        return _sample_images(model, model.config, rows, generator)
+        return _sample_images(model, rows, generator)
     text = model.config.get_text_config()
     tokens = min(tokens, getattr(text, "max_position_embeddings", None) or tokens)
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
@@ -104,15 +105,28 @@ def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
         shape = (rows, (tokens + 1) // 2)
         inputs["decoder_input_ids"] = torch.randint(text.vocab_size, shape, generator=generator, device="cpu")
     if "pixel_values" in inspect.signature(model.forward).parameters and not model.can_generate():
-        inputs |= _sample_images(model, getattr(model.config, "vision_config", model.config), rows, generator)
+        inputs |= _sample_images(model, rows, generator)
     return inputs
 
 
-def _sample_images(model: Any, config: Any, rows: int, generator: torch.Generator) -> Inputs:
-    channels, size = getattr(config, "num_channels", 3), getattr(config, "image_size", 224)
+def _sample_images(model: Any, rows: int, generator: torch.Generator) -> Inputs:
+    config = getattr(model.config, "vision_config", model.config)
+    channels = getattr(config, "num_channels", 3)
+    size = getattr(config, "image_size", None) or _processed_size(Path(model.name_or_path)) or 224
     height, width = (size, size) if isinstance(size, int) else size
     images = torch.randn(rows, channels, height, width, generator=generator, device="cpu")
     return {"pixel_values": images.to(model.dtype)}
+
+
+def _processed_size(source: Path) -> Any:
+    """The size to which the image processor beside a model crops or resizes, if there is one."""
+    path = source / "preprocessor_config.json"
+    values = read_json(path) if path.is_file() else {}
+    size = values.get("crop_size") or values.get("size")
+    if isinstance(size, Mapping):
+        whole = size.get("height"), size.get("width")
+        return whole if all(whole) else size.get("shortest_edge")
+    return size if isinstance(size, int) else None
 
 
 def _traced(program: nn.Module, inputs: Inputs, is_bounded: bool = False) -> torch.export.ExportedProgram:

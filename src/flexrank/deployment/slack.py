@@ -14,7 +14,7 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import Slack, resolve_slack
 from flexrank.nn.specs import require_dtype
 from flexrank.nn.switch import nested_layers, submodel
-from flexrank.profiles import SlackTable
+from flexrank.profiles import ProfileChain, SlackTable
 from flexrank.profiles.costs import is_dense
 from flexrank.progress import track
 
@@ -23,7 +23,7 @@ Activations = Mapping[str, Tensor]
 
 def find_slack(
     model: nn.Module,
-    profiles: Iterable[Mapping[str, int]],
+    profiles: Iterable[Mapping[str, int]] | ProfileChain,
     *,
     dtype: torch.dtype | None = None,
     slack: Slack = "auto",
@@ -34,12 +34,14 @@ def find_slack(
 
     Args:
         model: elastic, with the weights that are deployed.
-        profiles: such as those of a chain's requested entries.
+        profiles: or a chain, for its requested entries.
         dtype: as for `deploy`, like `slack` and `activations`.
         known: a table for the same model and dtype, to extend; its slack grows where vectors of these sizes need more.
     """
-    require_options(dtype, activations)
     layers = nested_layers(model)
+    if isinstance(profiles, ProfileChain):
+        profiles = [entry.profile for entry in profiles.requested]
+    require_options(dtype, activations, layers)
     dtype = dtype or next(iter(layers.values())).u.dtype
     columns = {name: dict(known.columns.get(name, {})) if known else {} for name in layers}
     wanted = {}
@@ -54,11 +56,14 @@ def find_slack(
     return SlackTable(dtype_name(dtype), columns)
 
 
-def require_options(dtype: Any, activations: Any) -> None:
-    """Raises FlexrankError unless these are None, or a torch.dtype and what `collect_rows` returns."""
+def require_options(dtype: Any, activations: Any, layers: Mapping[str, NestedLayer]) -> None:
+    """Raises FlexrankError unless these are None, or a torch.dtype and what `collect_rows` returns for these layers."""
     require_dtype(dtype)
     if not isinstance(activations, (Mapping, NoneType)):
         raise FlexrankError(f"activations is a {type(activations).__name__}; it is what collect_rows returns")
+    for name, rows in (activations or {}).items():
+        if name not in layers or rows.shape[-1:] != layers[name].matrix_shape[1:]:
+            raise FlexrankError(f"activations of {name!r} fit no elastic layer; collect_rows gives those of this model")
 
 
 def require_slack(slack: Any) -> None:

@@ -146,7 +146,8 @@ def distill_(
         train_embeddings: by default embeddings, and heads tied to them, are frozen, as is what does not require grad.
             All sizes share them: training them also moves the full model away from the base model.
         teacher_cache: bytes of the teacher's outputs cached between passes over a sequence.
-        checkpoint: a directory, from which a call resumes bit for bit; written every `checkpoint_every` steps, at the
+        checkpoint: a directory of this training alone, from which a call resumes bit for bit, with the weights that
+            are there, whatever those of `model`; written every `checkpoint_every` steps, at the
             end, and after the current step on Ctrl-C or SIGTERM, which then ends the call with a KeyboardInterrupt.
         on_step: called after each step, to log it; a resumed call starts from the checkpoint's step.
 
@@ -170,6 +171,7 @@ def distill_(
         "train_embeddings": train_embeddings, "optimizer": optimizer,
         "objective": describe(objective), "profiles": digest_json(profiles),
         "teacher": _identity(teacher) if checkpoint else None,
+        "batches": len(batches) if isinstance(batches, Sequence) else None,
     }  # fmt: skip
     losses: list[float] = []
     with undone_if_untrained(model, losses), sized(model, profiles, is_balanced) as size_indices:
@@ -267,6 +269,8 @@ def _weights(
     weights: Sequence[float] | None, method: Method, model: nn.Module, profiles: Sequence[Mapping[str, int]]
 ) -> list[float]:
     """The `drawn_weights` of the given weights or the method. Raises FlexrankError if the given ones do not fit."""
+    if isinstance(weights, Mapping):
+        raise FlexrankError("weights is a mapping; give a list with a number for each profile, cheapest first")
     if weights is not None and (len(weights) != len(profiles) or not all(0 < weight < math.inf for weight in weights)):
         wanted = f"give {len(profiles)} positive numbers, one for each profile, cheapest first"
         raise FlexrankError(f"weights {list(weights)} do not fit; {wanted}")

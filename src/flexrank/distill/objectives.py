@@ -102,6 +102,8 @@ class LogitObjective(_Quotients):
             hidden = _real_rows(_last_hidden(output), batch)
             target, wanted = target[:, : -hidden.shape[-1]], target[:, -hidden.shape[-1] :]
             errors.append(_relative_error(hidden, wanted, None, self.hidden_weight))
+        if self.top_k is None:
+            _require_same_shape(logits, target)
         total = total_divergence(logits, target, self.temperature, self.chunk, self.top_k is not None)
         return [Quotient(total, len(logits)), *errors]
 
@@ -272,7 +274,7 @@ def _mask_of(hidden: Tensor, batch: Batch) -> Tensor | None:
 
 def _real_rows(values: Tensor, batch: Batch) -> Tensor:
     mask = output_mask(batch)
-    if values.ndim > 3:
+    if values.ndim not in (2, 3):
         problem = f"logits have shape {tuple(values.shape)}; they are (B, T, V) or (B, classes)"
         raise FlexrankError(f"{problem}, so give maps an objective of your own")
     if values.shape[-1] == 1:
@@ -285,6 +287,12 @@ def _real_rows(values: Tensor, batch: Batch) -> Tensor:
     return values[mask.to(values.device)]
 
 
+def _require_same_shape(student: Tensor, teacher: Tensor) -> None:
+    if student.shape != teacher.shape:
+        shapes = f"{tuple(student.shape)} for the teacher's {tuple(teacher.shape)}"
+        raise FlexrankError(f"the model's output has shape {shapes}; it must be of the same architecture")
+
+
 def _last_hidden(output: Any) -> Tensor:
     """A language model's last hidden states (B, T, d), which are the decoder's in an encoder-decoder."""
     for field in ("hidden_states", "decoder_hidden_states"):
@@ -295,6 +303,7 @@ def _last_hidden(output: Any) -> Tensor:
 
 
 def _relative_error(hidden: Tensor, target: Tensor, mask: Tensor | None, weight: float = 1.0) -> Quotient:
+    _require_same_shape(hidden, target)
     if mask is not None:
         hidden, target = hidden[mask], target[mask]
     target = target.float()

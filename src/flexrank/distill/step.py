@@ -119,6 +119,8 @@ class Step:
         with self.targets.autocast():
             target = self.targets.of(index, batch)
             loss, weight = self.targets.loss(call_model(self.model, batch), target, batch, counts)
+        if not loss.requires_grad:
+            raise FlexrankError("the objective's loss has no gradient; compute it from the model's output, undetached")
         del target  # as large as the logits, and not needed in the backward pass
         losses.extend(processes.sums(float(loss.detach())))
         weights.append(weight)

@@ -115,7 +115,8 @@ def trainable_parameters(
     With `factors_only`, only factors, size vectors and, if they are trained, embeddings. Raises FlexrankError if there
     are none, or if any is float16, which AdamW's small steps would not change.
     """
-    kept = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    kept = {parameter for module in embeddings for parameter in module.parameters()}
     layers = [module for module in model.modules() if isinstance(module, NestedLayer)]
     chosen = {p for layer in layers for p in (layer.u, layer.v, *(layer.sizes.parameters() if layer.sizes else ()))}
     trainable = {

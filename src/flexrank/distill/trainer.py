@@ -73,7 +73,7 @@ class DistillationTrainer(transformers.Trainer):
         mark_elastic(model)
         super().__init__(model=model, args=args, **options)
         self.loss_is_scaled_for_ga = False  # the loss is a mean over each batch's rows
-        self.teacher = teacher.to(self.args.device).requires_grad_(False).eval()
+        self.teacher = teacher.to(self.args.device).eval()
         self._targets = Targets(self.teacher, objective, None, 0)
         self._running, self._logged = RunningLosses((), ()), defaultdict[int, list[float]](list)
         self._choice, self._losses = 0, list[float]()  # of the step so far

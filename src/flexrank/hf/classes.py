@@ -1,6 +1,9 @@
 """Which class of transformers a model has, or is loaded by."""
 
+import re
 from typing import Any, Literal
+
+import torch
 
 from flexrank.errors import FlexrankError
 
@@ -75,3 +78,13 @@ def auto_map(model: Any) -> dict[str, str]:
             names = [kind.__name__ for kind in (target if isinstance(target, tuple) else (target,))]
             classes[name] = next((kind for kind in names if kind in wanted), names[0])
     return classes
+
+
+def names_in_float32(model: Any, dtype: torch.dtype | None) -> set[str]:
+    """The names of the tensors that transformers keeps in float32 in a model of this dtype; none of other models."""
+    parts = set[str]()
+    if dtype in (torch.float16, torch.bfloat16):
+        parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return {name for name in model.state_dict() if any(re.search(rf"(^|\.){part}($|\.)", name) for part in parts)}

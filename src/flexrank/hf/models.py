@@ -7,7 +7,6 @@ import contextlib
 import copy
 import importlib.util
 import logging
-import re
 import sys
 import threading
 from collections.abc import Collection, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flexrank.errors import FlexrankError, first_line
+from flexrank.errors import FlexrankError, first_line, is_out_of_memory
 from flexrank.files import dtype_name, read_document, read_json, write_json
 from flexrank.hf.classes import TASKS, Task, auto_map, class_for
 from flexrank.hf.companions import TOKENIZER_FILES, verify_artefact
@@ -267,16 +266,6 @@ def is_transformers_model(model: object) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-def names_in_float32(model: Any, dtype: torch.dtype | None) -> set[str]:
-    """The names of the tensors that transformers keeps in float32 in a model of this dtype; none of other models."""
-    parts = set[str]()
-    if dtype in (torch.float16, torch.bfloat16):
-        parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return {name for name in model.state_dict() if any(re.search(rf"(^|\.){part}($|\.)", name) for part in parts)}
-
-
 def library_of(model: object) -> str:
     """`transformers` for a model of a class that transformers has, and so can build from its config; else `torch`."""
     is_known = is_transformers_model(model) and hasattr(sys.modules["transformers"], type(model).__name__)
@@ -309,6 +298,8 @@ def clear_errors(name: str, source: str = "") -> Iterator[None]:
     except StrictDataclassError as error:  # about a value of the config, which its first line does not name
         raise FlexrankError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         is_remote = source and not Path(source).is_dir()
         where = "; it is no directory here, so it was looked for on the hub" if is_remote else ""
         raise FlexrankError(f"model {name!r} cannot be loaded: {first_line(error).rstrip('.')}{where}") from error

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from flexrank.errors import FlexrankError
 from flexrank.nn.gather import gathered, part
-from flexrank.nn.matrix import ConvGeometry
+from flexrank.nn.matrix import ConvAttributes, ConvGeometry
 from flexrank.profiles import ProfileChain
 
 
@@ -226,13 +226,14 @@ class NestedLayer(nn.Module):
 class NestedLinear(NestedLayer):
     """Elastic form of `nn.Linear` and of GPT-2's `Conv1D`: (…, n) → (…, m)."""
 
-    def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
-        if self.is_factored_cheaper(math.prod(x.shape[:-1])):
+    # The argument has the name that it has in torch, for code that gives it by name.
+    def forward(self, input: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
+        if self.is_factored_cheaper(math.prod(input.shape[:-1])):
             u, v = self.active
-            return linear(linear(x, v), u.T, self.active_bias)
+            return linear(linear(input, v), u.T, self.active_bias)
         if self.sizes is not None and self.full_matrix is None and self.is_dense_at(self.rank):
-            return self._scaled(x, self.whole("dense"), self.sizes)
-        return linear(x, self.matrix, self.active_bias)
+            return self._scaled(input, self.whole("dense"), self.sizes)
+        return linear(input, self.matrix, self.active_bias)
 
     def _scaled(self, x: Tensor, dense: Tensor, sizes: SizeVectors) -> Tensor:
         """The product with `dense`, with gains applied to the activations.
@@ -246,15 +247,15 @@ class NestedLinear(NestedLayer):
         return y * outputs if bias is None else torch.addcmul(bias.to(y.dtype), y, outputs)
 
 
-class NestedConv2d(NestedLayer):
+class NestedConv2d(ConvAttributes, NestedLayer):
     """Elastic form of `nn.Conv2d`: V_r is a convolution with r filters, U_r one of size 1 × 1; n = C_in·h·w."""
 
     geometry: ConvGeometry
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, input: Tensor) -> Tensor:  # noqa: D102
         options = self.geometry[2:]  # stride, padding, dilation
-        if self.is_factored_cheaper(self.geometry.positions(x)):
+        if self.is_factored_cheaper(self.geometry.positions(input)):
             u, v = self.active
-            latent = functional.conv2d(x, self.geometry.filters(v), None, *options)
+            latent = functional.conv2d(input, self.geometry.filters(v), None, *options)
             return functional.conv2d(latent, u.T[:, :, None, None], self.active_bias)
-        return functional.conv2d(x, self.weight, self.active_bias, *options)
+        return functional.conv2d(input, self.weight, self.active_bias, *options)

@@ -14,7 +14,7 @@ from torch.nn.modules import module as hooks
 from flexrank.errors import FlexrankError
 from flexrank.files import dtype_name
 from flexrank.nn.alignment import choose_slack, gauge_align
-from flexrank.nn.matrix import ConvGeometry, bias_of, weight_matrix
+from flexrank.nn.matrix import ConvAttributes, ConvGeometry, bias_of, weight_matrix
 from flexrank.profiles.costs import whole_slack
 
 Slack = int | Literal["auto"]
@@ -105,8 +105,9 @@ class GaugeAlignedLayer(nn.Module):
         parts = [bias for bias in (self.bias, bias_of(self.expand)) if bias is not None]
         return torch.cat((v_tilde[: self.aligned], u_hat @ v_tilde)), torch.cat(parts) if parts else None
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        latent = self.latent(x)
+    # The argument has the name that it has in torch, for code that gives it by name.
+    def forward(self, input: Tensor) -> Tensor:  # noqa: D102
+        latent = self.latent(input)
         return self._joined(latent, self.bias, self.expand(latent)) if self.aligned else self.expand(latent)
 
     def _joined(self, latent: Tensor, bias: Tensor | None, rest: Tensor) -> Tensor:
@@ -139,21 +140,21 @@ class GaugeAlignedLayer(nn.Module):
 class GaugeAlignedLinear(GaugeAlignedLayer):
     """The deployed linear layer: (…, n) → (…, m)."""
 
-    def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
+    def forward(self, input: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:  # noqa: D102
         # Without gradients, hooks or adapters this multiplies by the children's weights directly: calling two modules
         # takes longer than their products for one token. Large outputs are written in place, not concatenated.
         weights = self._plain_weights()
         if weights is None:
-            return super().forward(x)
+            return super().forward(input)
         v_tilde, u_hat, head_bias, bias = weights
-        latent = linear(x, v_tilde)
+        latent = linear(input, v_tilde)
         if self.aligned == 0:
             return linear(latent, u_hat, bias)
-        is_small = type(x) is not Tensor or x.numel() * self.out_features <= FEW_OUTPUTS * self.in_features
-        if is_small or not _are_plain(x, latent, v_tilde, u_hat):
+        is_small = type(input) is not Tensor or input.numel() * self.out_features <= FEW_OUTPUTS * self.in_features
+        if is_small or not _are_plain(input, latent, v_tilde, u_hat):
             return self._joined(latent, head_bias, linear(latent, u_hat, bias))
         output = self._write_in_place(latent.view(-1, self.rank), head_bias, u_hat, bias)
-        return output.view(*x.shape[:-1], self.out_features)
+        return output.view(*input.shape[:-1], self.out_features)
 
     def _plain_weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
         """Ṽᵀ, Û and both biases, or None if calling the children would do more than `linear` does.
@@ -198,7 +199,7 @@ class GaugeAlignedLinear(GaugeAlignedLayer):
         return output
 
 
-class GaugeAlignedConv2d(GaugeAlignedLayer):
+class GaugeAlignedConv2d(ConvAttributes, GaugeAlignedLayer):
     """The deployed convolution: `latent` has r filters, and `expand` is 1 × 1."""
 
     def _joined(self, latent: Tensor, bias: Tensor | None, rest: Tensor) -> Tensor:

@@ -38,6 +38,19 @@ class ConvGeometry(NamedTuple):
         return count
 
 
+class ConvAttributes:
+    """The attributes of an `nn.Conv2d` that model code may read, of a layer that takes its place."""
+
+    groups, padding_mode = 1, "zeros"
+
+    in_channels = property(lambda self: self.geometry.in_channels)
+    out_channels = property(lambda self: self.matrix_shape[0])
+    kernel_size = property(lambda self: self.geometry.kernel_size)
+    stride = property(lambda self: self.geometry.stride)
+    padding = property(lambda self: self.geometry.padding)
+    dilation = property(lambda self: self.geometry.dilation)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is transformers' `Conv1D` (weight in × out); transformers is not imported."""
     kind = type(module)

@@ -185,8 +185,8 @@ def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]
     if min(weight_matrix(module).shape) < 2:
         return "a matrix of rank one has nothing to factorise"
     # accelerate's hooks move inputs between devices; the hook of the block around a factorised layer does so too.
-    has_own = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    if has_own and not hasattr(module, "_hf_hook"):
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if (any(hooks) or "forward" in vars(module)) and not hasattr(module, "_hf_hook"):
         return "it has hooks, or a forward of its own"
     return "the model itself is one layer; wrap it in nn.Sequential" if not name else None
 

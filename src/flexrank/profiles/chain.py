@@ -68,6 +68,10 @@ class ChainEntry:
     error: float  # predicted: the sum of the layers' probe errors
     requested: float | None = None  # the budget it was chosen for; None if it only fills the chain
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.profile, RankProfile):  # as in a chain that is edited by hand
+            object.__setattr__(self, "profile", RankProfile(self.profile))
+
 
 def require_limits(**limits: float | None) -> None:
     """Raises FlexrankError if a limit is neither None nor a number, or if a budget is not in (0, 1]."""

@@ -18,6 +18,7 @@ from flexrank.errors import FlexrankError, first_line
 #: lm-eval's default seed for few-shot examples.
 FEWSHOT_SEED = 1234
 
+log = logging.getLogger("flexrank")
 Scores = dict[str, dict[str, dict[str, float | None]]]  #: task, metric, `value` and `stderr` (None where it has none)
 
 
@@ -48,6 +49,8 @@ def load_tasks(
         if getattr(task, "UNSAFE_CODE", False):
             raise FlexrankError(f"--tasks: {name} runs code that the model writes; run lm_eval itself on an export")
         own = task.get_config("num_fewshot")
+        if own == 0 and num_fewshot:
+            log.warning("--num-fewshot: %s is asked without examples, as its file says", name)
         if own is None or (own and num_fewshot is not None):  # like lm-eval, keeps a 0 in a task's file
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
         _require_examples(name, task)
@@ -120,18 +123,31 @@ def score(
     with _lm_eval_logging(logging.WARNING, bars=progress.is_shown()):
         try:
             found = lm_eval.evaluate(lm, dict(loaded), limit=limit)
-        except AssertionError as error:  # lm-eval's checks of each question, which have no message
+        except AssertionError as error:  # lm-eval's checks of each question have no message, others do
             what = f"is empty, or an option has more tokens than the {lm.max_length} that the model reads"
-            raise FlexrankError(f"--tasks: lm-eval cannot ask a question: it or an option {what}") from error
+            why = first_line(error) if str(error) else f"cannot ask a question: it or an option {what}"
+            raise FlexrankError(f"--tasks: lm-eval {why}") from error
+        except ArithmeticError as error:  # such as a perplexity by word of a text without blanks
+            raise FlexrankError(
+                f"--tasks: lm-eval cannot compute a measure ({first_line(error)}); leave it out"
+            ) from error
     for name, samples in found["samples"].items():
         if not all(math.isfinite(number) for sample in samples for number in _numbers(sample["resps"])):
             raise FlexrankError(f"task {name}: a log-likelihood is not finite; check the model's weights")
     scores = {name: _metrics(values) for name, values in found["results"].items()}
     return scores, {
-        name: sum(1 / len(task.doc_to_choice(sample["doc"])) for sample in samples) / len(samples)
+        name: sum(_chance(task, sample["doc"]) for sample in samples) / len(samples)
         for name, task in loaded["tasks"].items()
-        if task.OUTPUT_TYPE == "multiple_choice" and (samples := found["samples"][name])
+        if task.OUTPUT_TYPE == "multiple_choice"
+        and (samples := found["samples"][name])
+        and getattr(task.config, "process_results", None) is None  # then the score is of another kind
     }
+
+
+def _chance(task: Any, doc: Any) -> float:
+    """The share of a question's options that are right: several may be."""
+    right = task.doc_to_target(doc)
+    return (len(right) if isinstance(right, list) else 1) / len(task.doc_to_choice(doc))
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:

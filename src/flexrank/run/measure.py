@@ -123,7 +123,7 @@ def _workloads(work: Workspace, base: Any) -> list[Workload]:
     """A forward pass of one sample and of a batch; for language models that can generate, decoding too."""
     example: Any = work.samples.example
     device, first = model_device(base), next(iter(example.values()))
-    batches = [{key: value[:count].to(device) for key, value in example.items()} for count in (1, len(first))]
+    batches = [{key: value[:count].to(device) for key, value in example.items()} for count in sorted({1, len(first)})]
     workloads = [_forward_workload(batch) for batch in batches]
     if work.config.task == "language" and callable(getattr(base, "generate", None)):
         limit = most_tokens(base)

@@ -226,12 +226,17 @@ def fingerprints(config: RunConfig, source: str, codes: Mapping[str, str] = {}) 
     sources = {"model": model_identity(source), "data": data_identity(config.data)}
     if config.data.held_out is not None:
         sources["held_out"] = texts_identity(config.data.held_out)
-    probed = rank_constraints(config) | {"is_printed": config.allocation.method == "paper"}
-    read = {"decompose": sources, "probe": probed, "evaluate_initial": bool(config.distillation.steps)}
+    read = {"decompose": sources, **_values_beside_keys(config)}
     prints = dict[str, str]()
     for stage in STAGES:
         prints[stage.name] = _fingerprint(stage, config, prints, codes, read.get(stage.name))
     return prints
+
+
+def _values_beside_keys(config: RunConfig) -> dict[str, Any]:
+    """What some stages depend on beside the keys that are theirs as a whole."""
+    probed = rank_constraints(config) | {"is_printed": config.allocation.method == "paper"}
+    return {"probe": probed, "evaluate_initial": bool(config.distillation.steps)}
 
 
 def _fingerprint(
@@ -249,8 +254,9 @@ def warn_of_old_report(path: Path) -> None:
         return
     config, codes = load_config(path), directory.codes()
     prints = {name: directory.fingerprint_of(name) for name in stage_names()}
-    for stage in (one for one in STAGES if one.name in ("slack", "evaluate", "deploy", "report")):
-        if prints[stage.name] != _fingerprint(stage, config, prints, codes, None):
+    read = _values_beside_keys(config)
+    for stage in STAGES[1:]:  # the first reads model and data, which may be elsewhere now
+        if prints[stage.name] != _fingerprint(stage, config, prints, codes, read.get(stage.name)):
             log.warning("%s: the table is of an earlier state of this run; `flexrank run` makes it again", path)
             return
 

@@ -55,6 +55,8 @@ def _run(name: str, directory: Path, summary: Mapping[str, Any]) -> dict[str, An
     split = [split_block(name) for name in layers]
     probe = directory / "sensitivity.json"
     table = read_json(probe) if probe.is_file() else None
+    if table and table["ranks"].keys() != summary["layers"].keys():  # of a later probe, of other layers
+        table = None
     return {
         "name": name, "directory": shlex.quote(str(directory)), "base": summary["base"], "layers": summary["layers"],
         "rows": sorted(summary["rows"], key=lambda row: row["budget"]),

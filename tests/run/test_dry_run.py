@@ -180,7 +180,7 @@ def test_targets_are_kept_of_as_many_samples_as_there_are_and_steps_take(
     model = real(build)
     with hidden_states(model):
         of_one = bytes_of([objective.target(call_model(model, batch_of(build, 1)), {})])
-    assert held() == held(3) == 12 * of_one and held(steps=4) == 24 * of_one
+    assert held() == 3 * held(3) == 12 * of_one and held(steps=4) == 24 * of_one
     assert held(data={"training": 5}) == 5 * of_one
     assert held(3, data={"training": 9}, steps=4) == 3 * of_one
     assert build is tiny.vit or held(data={"source": "jsonl", "path": "x.jsonl"}) == 0

@@ -1,6 +1,6 @@
 """Models whose files have other names and shapes than their modules: transformers converts both ways."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,20 @@ RANKS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def elastic(build: Callable[[], Any]) -> Any:
+def elastic(build: Callable[[], Any], exclude: Sequence[str] = ()) -> Any:
     """A model with random values, also in its norms, as an elastic one."""
     torch.manual_seed(0)
     model = build().eval()
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.05)
-    for name, layer in select_layers(model).items():
+    for name, layer in select_layers(model, exclude=exclude).items():
         nest_(model, name, plain_svd(weight_matrix(layer).detach()))
     return model
 
 
-def size_of(model: Any, rank: Callable[[int, int], int]) -> Any:
+def size_of(model: Any, rank: Callable[[int, int], int], **options: Any) -> Any:
     shapes = layer_shapes(model)
-    return fr.deploy(model, {name: rank(place, min(shapes[name])) for place, name in enumerate(shapes)})
+    return fr.deploy(model, {name: rank(place, min(shapes[name])) for place, name in enumerate(shapes)}, **options)
 
 
 def batch_of(name: str) -> dict[str, Any]:
@@ -116,6 +116,15 @@ def test_a_size_in_half_precision_keeps_in_float32_what_transformers_does(dtype:
     for found in (small, t.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)):
         gate = found.model.layers[1].mlp.gate
         assert torch.equal(gate.e_score_correction_bias, bias) and gate.weight.dtype == dtype
+
+
+def test_a_size_in_float16_keeps_in_float32_what_overflows(tmp_path: Path) -> None:
+    config = t.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    small = size_of(elastic(lambda: t.T5EncoderModel(config), exclude=["wo"]), RANKS["equal"], dtype=torch.float16)
+    small.save_pretrained(tmp_path)
+    for found in (small, t.T5EncoderModel.from_pretrained(tmp_path, dtype=torch.float16)):
+        dense = found.encoder.block[0].layer[1].DenseReluDense
+        assert (dense.wo.weight.dtype, dense.wi.latent.weight.dtype) == (torch.float32, torch.float16)
 
 
 def test_a_deployed_model_is_not_decomposed_again() -> None:

@@ -25,6 +25,8 @@ from tiny_runs import TEXT, invoke, settings, summary_of
 
 pytest.importorskip("lm_eval")
 
+AUTO: Any = (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
+
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -171,6 +173,55 @@ def test_a_group_of_tasks_is_scored(copied: Path, tasks: Path) -> None:
     model.model.embed_tokens.weight.data[tokenizer("3")["input_ids"]] = float("nan")  # in one question alone
     with pytest.raises(FlexrankError, match="task words: a log-likelihood is not finite"):
         score(model, tokenizer, load_tasks(["words"], tasks), 4)
+
+
+@pytest.mark.usefixtures("only_own")
+def test_chance_counts_all_right_options_and_is_of_accuracy_alone(copied: Path, tmp_path: Path) -> None:
+    """Three of four options are right, then one of two; a task that computes its own score has no chance."""
+    some = [("the quick", [" fox", " dogs", " cats", " and"], [0, 1, 2]), ("jumps", [" over", " under"], [1])]
+    task = write_tasks(tmp_path, "several", questions=some)
+    (tmp_path / "own.py").write_text("def results(doc, results):\n    return {'acc': 1.0}\n")
+    own = yaml.safe_dump({"task": "own", **task}) + "process_results: !function own.results\n"
+    (tmp_path / "own.yaml").write_text(own)
+    model, tokenizer = (kind.from_pretrained(copied / "deployed" / "0.50") for kind in AUTO)
+    scores, chance = score(model, tokenizer, load_tasks(["several", "own"], tmp_path), 4)
+    assert chance == {"several": (3 / 4 + 1 / 2) / 2} and scores["own"]["acc"]["value"] == 1
+
+
+@pytest.mark.usefixtures("only_own")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            {"output_type": "generate_until", "metric_list": [{"metric": "exact_match"}], "doc_to_target": "x"},
+            r"--tasks: lm-eval: Invalid configuration: requested max tokens to generate \(256\) must be less",
+        ),
+        (
+            {"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "word_perplexity"}],
+             "doc_to_target": "{{text}}", "doc_to_text": ""},
+            r"--tasks: lm-eval cannot compute a measure \(math range error\); leave it out",
+        ),
+    ],
+)  # fmt: skip
+def test_what_lm_eval_cannot_do_is_one_line_of_its_own_words(
+    kind: dict[str, Any], message: str, copied: Path, tmp_path: Path
+) -> None:
+    task = write_tasks(tmp_path, "odd", questions=[("thequickbrownfox" * 40, [" a"], 0)])
+    for key in ("doc_to_choice", "target_delimiter"):
+        del task[key]
+    (tmp_path / "odd.yaml").write_text(yaml.safe_dump({"task": "odd", **task, **kind}))
+    model, tokenizer = (one.from_pretrained(copied / "deployed" / "0.50") for one in AUTO)
+    with pytest.raises(FlexrankError, match=message):
+        score(model, tokenizer, load_tasks(["odd"], tmp_path), 4)
+
+
+@pytest.mark.usefixtures("only_own")
+def test_a_task_that_is_asked_without_examples_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    task = write_tasks(tmp_path, "bare")
+    (tmp_path / "bare.yaml").write_text(yaml.safe_dump({"task": "bare", **task, "num_fewshot": 0}))
+    loaded = load_tasks(["bare"], tmp_path, 2)
+    assert loaded["tasks"]["bare"].get_config("num_fewshot") == 0
+    assert "--num-fewshot: bare is asked without examples, as its file says" in caplog.text
 
 
 @pytest.mark.parametrize(

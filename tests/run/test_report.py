@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -60,7 +61,7 @@ def test_the_table_shows_every_row_before_and_after() -> None:
 
 
 @pytest.mark.usefixtures("verified_here")
-def test_a_table_of_an_earlier_state_is_named(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_of_an_earlier_state_is_named(copied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     line = "the table is of an earlier state of this run; `flexrank run` makes it again"
 
     def is_named() -> bool:
@@ -75,6 +76,25 @@ def test_a_table_of_an_earlier_state_is_named(copied: Path, caplog: pytest.LogCa
     assert not is_named()
     rerun(copied, "distillation.learning_rate=2e-3", until="distill")
     assert is_named()
+    rerun(copied)
+    assert not is_named()
+    rerun(copied, "probe.levels=3", until="probe")
+    assert is_named()
+    shutil.copytree(copied, tmp_path / "other")
+    caplog.clear()
+    assert invoke("report", copied, tmp_path / "other", "--output", tmp_path / "both.html").exit_code == 0
+    assert caplog.text.count(line) == 2
+
+
+def test_a_sensitivity_table_of_other_layers_is_left_out_of_the_page(tmp_path: Path) -> None:
+    """Of a probe that has run again, with other layers than those of the summary."""
+    value = summary()
+    names = list(value["layers"])
+    for layers, is_shown in ((names, True), (names[1:], False), ([*names, "more"], False)):
+        table = {part: {name: [1.0, 0.0] for name in layers} for part in ("ranks", "errors")}
+        (tmp_path / "sensitivity.json").write_text(json.dumps(table))
+        report.write_comparison([write(tmp_path, value)], tmp_path / "page.html")
+        assert ('"sensitivity": null' not in (tmp_path / "page.html").read_text()) == is_shown
 
 
 def test_no_figure_is_cut_on_a_narrow_terminal(

@@ -125,8 +125,8 @@ def score(
             found = lm_eval.evaluate(lm, dict(loaded), limit=limit)
         except AssertionError as error:  # lm-eval's checks of each question have no message, others do
             what = f"is empty, or an option has more tokens than the {lm.max_length} that the model reads"
-            why = first_line(error) if str(error) else f"cannot ask a question: it or an option {what}"
-            raise FlexrankError(f"--tasks: lm-eval {why}") from error
+            why = f": {first_line(error)}" if str(error) else f" cannot ask a question: it or an option {what}"
+            raise FlexrankError(f"--tasks: lm-eval{why}") from error
         except ArithmeticError as error:  # such as a perplexity by word of a text without blanks
             raise FlexrankError(
                 f"--tasks: lm-eval cannot compute a measure ({first_line(error)}); leave it out"

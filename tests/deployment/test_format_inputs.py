@@ -1,0 +1,74 @@
+"""What an export for another runtime takes, and what is copied beside it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+
+import flexrank as fr
+import tiny
+from flexrank.deployment import formats
+from flexrank.deployment.formats import export_to
+from flexrank.deployment.runtimes import sample_inputs
+
+VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def deployed(model: Any, place: Path) -> Any:
+    """A size of the model, saved and loaded, so that it knows its directory."""
+    small = fr.deploy(tiny.nest(model.eval()), tiny.chain_of(model).at(0.5))
+    small.save_pretrained(place)
+    return type(small).from_pretrained(place).eval()
+
+
+def resnet() -> Any:
+    config = t.ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], num_labels=5, layer_type="basic")
+    return t.ResNetForImageClassification(config)
+
+
+def test_images_have_the_size_of_a_part_of_the_model(tmp_path: Path) -> None:
+    config = t.CLIPConfig(vision_config=VISION | {"image_size": 32, "patch_size": 8}, num_labels=3)
+    small = deployed(t.CLIPForImageClassification(config), tmp_path)
+    assert sample_inputs(small, 2, 4)["pixel_values"].shape == (2, 3, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("processor", "size"),
+    [
+        ({"size": {"height": 24, "width": 40}}, (24, 40)), ({"size": {"shortest_edge": 48}}, (48, 48)),
+        ({"size": {"shortest_edge": 48}, "crop_size": {"height": 32, "width": 32}}, (32, 32)), ({"size": 40}, (40, 40)),
+        ({}, (224, 224)), (None, (224, 224)),
+    ],
+)  # fmt: skip
+def test_images_have_the_size_that_the_processor_makes(processor: Any, size: tuple[int, int], tmp_path: Path) -> None:
+    """ResNet's own configuration has none."""
+    small = deployed(resnet(), tmp_path)
+    if processor is not None:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    assert sample_inputs(small, 2, 4)["pixel_values"].shape == (2, 3, *size)
+
+
+def test_an_export_inside_its_source_copies_neither_itself_nor_others(tmp_path: Path) -> None:
+    deployed(tiny.build("llama_tied"), tmp_path)
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "notes.txt").write_text("mine")
+    for name in ("first", "second"):
+        export_to(tmp_path, "dense", tmp_path / "exports" / name)
+        found = {path.name for path in (tmp_path / "exports" / name).iterdir()}
+        assert "exports" not in found and (tmp_path / "exports" / name / "extra" / "notes.txt").is_file()
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["first", "second"]
+
+
+def test_running_out_of_memory_is_no_fault_of_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployed(tiny.build("llama_tied"), tmp_path / "small")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr(torch.export, "export", fail)
+    with pytest.raises(RuntimeError, match="^DefaultCPUAllocator: "):
+        export_to(tmp_path / "small", "torch", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and formats.BOUNDS

@@ -52,14 +52,15 @@ def test_images_have_the_size_that_the_processor_makes(processor: Any, size: tup
 
 
 def test_an_export_inside_its_source_copies_neither_itself_nor_others(tmp_path: Path) -> None:
-    deployed(tiny.build("llama_tied"), tmp_path)
-    (tmp_path / "extra").mkdir()
-    (tmp_path / "extra" / "notes.txt").write_text("mine")
-    for name in ("first", "second"):
-        export_to(tmp_path, "dense", tmp_path / "exports" / name)
-        found = {path.name for path in (tmp_path / "exports" / name).iterdir()}
-        assert "exports" not in found and (tmp_path / "exports" / name / "extra" / "notes.txt").is_file()
-    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["first", "second"]
+    source = tmp_path / "small"
+    deployed(tiny.build("llama_tied"), source)
+    (source / "extra").mkdir()
+    (source / "extra" / "notes.txt").write_text("mine")
+    for place in (source / "exports" / "first", source / "exports" / "second", tmp_path / "third"):
+        export_to(source, "dense", place)
+        assert {path.name for path in place.iterdir() if path.is_dir()} == {"extra"}
+        assert (place / "extra" / "notes.txt").is_file()
+    assert sorted(path.name for path in (source / "exports").iterdir()) == ["first", "second"]
 
 
 def test_running_out_of_memory_is_no_fault_of_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

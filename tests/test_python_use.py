@@ -123,6 +123,16 @@ def test_bytes_are_those_of_what_is_saved(tmp_path: Path) -> None:
         assert sum(bytes_of.values()) <= row["bytes"] < 1.2 * sum(bytes_of.values())
 
 
+def test_sizes_are_listed_in_the_dtype_in_which_they_are_cut(tmp_path: Path) -> None:
+    model = tiny.elastic("llama_tied")
+    chain = tiny.chain_of(model)
+    fr.save_elastic(model, chain, tmp_path / "whole")
+    fr.save_elastic(model, chain, tmp_path / "half", deployed_dtype=torch.bfloat16)
+    whole, half = (inspect_artefact(tmp_path / place)["budgets"] for place in ("whole", "half"))
+    assert [row["bytes"] for row in whole] == [2 * row["bytes"] for row in half]
+    assert f"| {half[0]['bytes']:,} |" in (tmp_path / "half" / "README.md").read_text()
+
+
 def _loaded(place: Path, budget: float) -> tuple[nn.Module, Any]:
     model, chain = fr.load_elastic(place, budget=budget)
     return model, chain.at(budget)

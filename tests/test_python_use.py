@@ -16,7 +16,7 @@ import flexrank as fr
 import tiny
 from flexrank.artefacts.inspect import inspect_artefact
 from flexrank.calibrate.moments import LayerMoment
-from flexrank.data.batches import call_model, eval_mode, output_tensor
+from flexrank.data.batches import call_model, eval_mode, one_row, output_tensor
 from flexrank.distill.objectives import FeatureObjective, LogitObjective
 from flexrank.distill.trainer import DistillationTrainer
 from flexrank.errors import FlexrankError
@@ -267,6 +267,55 @@ def test_layers_with_backward_hooks_stay_dense() -> None:
     base, *_ = perceptron()
     base[0].register_full_backward_hook(lambda *_: None)
     assert list(select_layers(base)) == ["2"]
+
+
+class Listed(nn.Module):
+    """Runs its layers from a list of its own, and ties the bias of one of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.held = {"list": [self.first], "mapping": {"a": self.first}, "attribute": None, "bias": None}[kind]
+        if kind == "attribute":
+            vars(self)["other"] = self.first
+        if kind == "bias":
+            self.shown = nn.ParameterList([self.first.bias])
+
+
+@pytest.mark.parametrize("kind", ["list", "mapping", "attribute", "bias"])
+def test_layers_that_could_not_be_replaced_everywhere_stay_dense(kind: str) -> None:
+    assert list(select_layers(Listed(kind))) == ["second"]
+
+
+@dataclasses.dataclass
+class Detected:
+    logits: torch.Tensor
+    encoder_last_hidden_state: torch.Tensor
+
+
+class Detector(nn.Module):
+    def forward(self, pixel_values: torch.Tensor) -> Detected:
+        return Detected(pixel_values, pixel_values)
+
+
+class Translator(nn.Module):
+    def forward(self, input_ids: torch.Tensor, decoder_input_ids: Any = None, **_: Any) -> Detected:
+        return Detected(input_ids.float(), input_ids.float())
+
+
+def test_a_decoder_of_queries_needs_no_inputs_in_the_batch() -> None:
+    x = torch.ones(1, 3)
+    assert call_model(Detector(), {"pixel_values": x}).logits is x
+    call_model(Translator(), {"input_ids": x, "decoder_inputs_embeds": x})
+    with pytest.raises(FlexrankError, match="Translator has a decoder, and the batch has nothing for it"):
+        call_model(Translator(), {"input_ids": x})
+
+
+def test_a_batch_of_patches_is_not_cut_to_one_row() -> None:
+    images = {"input_ids": torch.ones(2, 5), "pixel_values": torch.ones(32, 4)}
+    assert one_row(images) is images
+    assert one_row({"input_ids": torch.ones(2, 5), "flag": True})["input_ids"].shape == (1, 5)
+    assert one_row(torch.ones(3, 2)).shape == (1, 2) and len(one_row((torch.ones(3, 2), torch.ones(3)))[1]) == 1
 
 
 def test_a_checkpoint_belongs_to_a_number_of_batches(tmp_path: Path) -> None:

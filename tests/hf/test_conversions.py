@@ -11,6 +11,7 @@ import transformers as t
 import flexrank as fr
 import tiny
 from flexrank.errors import FlexrankError
+from flexrank.hf.quantizer import match_layers
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_, select_layers
@@ -85,6 +86,36 @@ def test_trusted_code_converts_names_as_transformers_own_classes_do(
     found, info = auto.from_pretrained(tmp_path / "small", trust_remote_code=True, output_loading_info=True)
     assert type(found).__module__.startswith("transformers_modules.") and not any(info.values())
     assert torch.equal(tiny.outputs(found, batch), tiny.outputs(small, batch))
+
+
+def test_a_size_with_a_head_of_its_own_has_the_ties_of_its_class(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The artefact is of a model without a head, which is the embedding."""
+    model = elastic(lambda: t.Qwen2Model(t.Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True)))
+    fr.save_elastic(model, tiny.chain_of(model), tmp_path)
+    size = fr.FlexRankConfig(budget=0.5)
+    found = t.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=size)
+    assert found.lm_head.weight is found.model.embed_tokens.weight and "newly initialised" not in caplog.text
+    assert torch.equal(found.lm_head.weight, model.embed_tokens.weight)
+
+
+def test_the_base_model_itself_is_found_in_one_with_a_head_and_the_other_way_round() -> None:
+    """For parameters of its own, such as Wav2Vec2's `masked_spec_embed`."""
+    whole = tiny.build("bert", 0), t.BertForMaskedLM(tiny.build("bert").config)
+    for model, items in ((whole[1], {"": 1, "encoder": 2}), (whole[0], {"bert": 1, "bert.encoder": 2})):
+        prefix = "bert." if model is whole[1] else ""
+        assert dict(match_layers(model, items, skip_missing=True)) == {prefix[:-1]: 1, f"{prefix}encoder": 2}
+    assert dict(match_layers(whole[0], {"": 1, "encoder": 2})) == {"": 1, "encoder": 2}
+
+
+def test_initialisers_do_not_read_the_weights_of_deployed_layers(tmp_path: Path) -> None:
+    """Funnel's goes by the names of classes, and unpacks the shape of the weight of a "Linear"."""
+    sizes = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [1, 1], "num_decoder_layers": 1}
+    small = size_of(elastic(lambda: t.FunnelModel(t.FunnelConfig(vocab_size=64, **sizes))), RANKS["equal"])
+    small.save_pretrained(tmp_path)
+    found, info = t.AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and tiny.same_state(found, small)
 
 
 def test_a_size_of_which_blocks_were_removed_is_saved_with_those_that_are_left(tmp_path: Path) -> None:

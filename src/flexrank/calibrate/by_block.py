@@ -15,7 +15,7 @@ from flexrank.calibrate.collector import Collector, GradientLoss, Side, calibrat
 from flexrank.calibrate.hooks import Hooks
 from flexrank.calibrate.moments import Moments
 from flexrank.calibrate.structure import groups_of, require_all_run
-from flexrank.data.batches import Batch, row_masks, some_rows, to_device
+from flexrank.data.batches import Batch, one_row, row_masks, to_device
 from flexrank.progress import track
 
 
@@ -51,7 +51,7 @@ class ByBlock:
             return "a block is a layer itself"
         if any(type(parameter).__name__ == "DTensor" for parameter in self.model.parameters()):
             return "it is sharded, and process 0 runs each block once by itself"
-        row = some_rows(self.batches[0], slice(0, 1))  # two outputs are compared, which may not fit for a full batch
+        row = one_row(self.batches[0])  # two outputs are compared, which may not fit for a full batch
         first = to_device(row, self.placement.device)
         with self._outside_placed(), self.placement.placed(self.stack[0][1]), self._calibration_mode():
             return self._stream.obstacle(first, self.loss is not None and bool(self._outside))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flexrank.calibrate.block_stream import Reached, States, Stream
 from flexrank.calibrate.hooks import Hooks
-from flexrank.data.batches import Batch, call_model, model_device, some_rows, to_device
+from flexrank.data.batches import Batch, call_model, model_device, one_row, to_device
 from flexrank.nn.blocks import block_stack
 
 
@@ -28,7 +28,7 @@ class Flow:
         self._next: int | None = None  # the block that reads the hidden states
         self._layers = {name: model.get_submodule(name) for name in layers}
         self._counts: dict[tuple[str, int], int] = {}  # of calls, by layer and batch, once they have been counted
-        row = some_rows(batches[0], slice(0, 1))  # two outputs are compared
+        row = one_row(batches[0])  # two outputs are compared
         is_layer = any(name in layers for name in self._names)  # which may be replaced
         if not stack or is_layer or self._stream.obstacle(to_device(row, self._device)):
             self._names = []

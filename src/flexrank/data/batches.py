@@ -43,7 +43,8 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
         raise
     if not isinstance(batch, Mapping):
         return output
-    if getattr(output, "encoder_last_hidden_state", None) is not None and batch.get("decoder_input_ids") is None:
+    has_decoder = getattr(output, "encoder_last_hidden_state", None) is not None
+    if has_decoder and _lacks_decoder_inputs(model, batch):
         right = "give decoder_input_ids, and decoder_attention_mask where they are padded"
         raise FlexrankError(f"{type(model).__name__} has a decoder, and the batch has nothing for it; {right}")
     return output
@@ -69,6 +70,12 @@ def _without_cache(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, A
     is_packed = batch.get("position_ids") is not None and batch.get("attention_mask") is None
     has_cache = getattr(getattr(model, "config", None), "use_cache", None) is True
     return {"use_cache": False, **batch} if is_packed and has_cache else batch
+
+
+def _lacks_decoder_inputs(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether the model's forward takes them, and the batch has none; detectors of objects have queries instead."""
+    given = (batch.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds"))
+    return not any(given) and "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def _require_batch(batch: Any) -> None:
@@ -136,6 +143,13 @@ def batch_rows(batch: Batch) -> int:
     """The number of rows in a batch: the length of its first tensor; 0 without any."""
     values = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
     return next((len(value) for value in values if isinstance(value, Tensor)), 0)
+
+
+def one_row(batch: Batch) -> Batch:
+    """The first row of a batch; all of it if its tensors have several numbers of rows, as where images are patches."""
+    values = [batch] if isinstance(batch, Tensor) else batch.values() if isinstance(batch, Mapping) else batch
+    counts = {len(value) for value in values if isinstance(value, Tensor) and value.ndim}
+    return batch if len(counts) > 1 else some_rows(batch, slice(0, 1))
 
 
 def some_rows(batch: Batch, rows: slice | Tensor) -> Batch:

@@ -31,7 +31,7 @@ from flexrank.hf.quantizer import (
 )
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import Slack
-from flexrank.nn.select import parent_slots, replace_layers
+from flexrank.nn.select import replace_layers
 
 ELASTIC_QUANT_METHOD = "flexrank_elastic"
 #: Attributes of a model: the tensors that transformers leaves out of its report of missing and unexpected ones.
@@ -82,9 +82,11 @@ class ElasticQuantizer(OrdinaryModelQuantizer):
         self._directory = complete_snapshot(Path(kwargs["checkpoint_files"][0]).parent)
         separate_as_recorded_(model)
         layers = specs_that_fit(model, read_elastic_document(self._directory)["layers"], only_heads_differ=True)
-        for slots in parent_slots(model, layers).values():
-            for parent, _ in slots:
-                vars(parent)["_is_hf_initialized"] = True  # else some read the shapes of what is empty from here on
+        chosen = {id(model.get_submodule(name)) for name in layers}
+        for name, module in model.named_modules(remove_duplicate=False):
+            parts = name.split(".") if id(module) in chosen else ()
+            for end in range(len(parts)):  # else modules around read the shapes of what is empty from here on
+                vars(model.get_submodule(".".join(parts[:end])))["_is_hf_initialized"] = True
         replace_layers(model, {name: _Empty() for name in layers})
         # Switches off transformers' report on tensors: all come from the artefact's own reader, after this.
         self._reported = {name: getattr(model, name) for name in REPORTED}
@@ -129,6 +131,7 @@ def _fill(model: Any, small: Any, layers: Iterable[str]) -> None:
     replace_layers(model, deployed)
     attach(model, {name: spec for name, spec in match_layers(model, models.attached_layers(small)) if name in deployed})
     model.flexrank_sizes, model.flexrank_share = small.flexrank_sizes, small.flexrank_share
+    model.tie_weights()
     drawn = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
     if drawn:
         log.warning("%s: not in the artefact, and newly initialised: %s", type(model).__name__, ", ".join(drawn))
@@ -138,7 +141,7 @@ def _fill_module(model: Any, name: str, module: nn.Module) -> None:
     """Moves the tensors of a deployed model's module into that of this name, if they have the same shapes."""
     there = model.get_submodule(name)
     # These follow from the config that the model is loaded with; but initialisers of what holds the layers did not run.
-    made = () if any(isinstance(child, _Empty) for child in there.children()) else there._non_persistent_buffers_set
+    made = () if any(isinstance(one, _Empty) for one in there.modules()) else there._non_persistent_buffers_set
     for own, given in ((there._parameters, module._parameters), (there._buffers, module._buffers)):
         for key, tensor in given.items():
             if key in made or tensor is None or own.get(key) is None:

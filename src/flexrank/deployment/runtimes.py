@@ -89,7 +89,10 @@ def sample_inputs(model: Any, rows: int, tokens: int, seed: int = 0) -> Inputs:
     if model.main_input_name == "pixel_values":
         return _sample_images(model, rows, generator)
     text = model.config.get_text_config()
-    tokens = min(tokens, getattr(text, "max_position_embeddings", None) or tokens)
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise FlexrankError(f"{type(model).__name__}: its configuration has no vocab_size, by which inputs are made")
+    limit = getattr(text, "max_position_embeddings", None) or tokens
+    tokens = min(tokens, limit) if limit > 0 else tokens  # XLNet's is -1
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
     if is_classifier and text.pad_token_id is None:
         rows = 1

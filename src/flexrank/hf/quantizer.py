@@ -111,7 +111,10 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
         specs = specs_that_fit(model, self.quantization_config.layers)
         # Under this model's names; layers that it lacks, or that have another shape, are not named when it is saved.
         self.quantization_config.layers = {name: dict(spec) for name, spec in specs.items()}
-        replace_layers(model, {name: build_layer(spec) for name, spec in specs.items()})
+        layers = {name: build_layer(spec) for name, spec in specs.items()}
+        for layer in layers.values():
+            vars(layer)["_is_hf_initialized"] = True  # some initialisers go by the name of a class, and read its weight
+        replace_layers(model, layers)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -217,6 +220,10 @@ def match_layers(model: Any, items: Mapping[str, Item], *, skip_missing: bool = 
     parts = dict(model.base_model.named_children())
     for name, item in items.items():
         candidates = (name, name.removeprefix(prefix), prefix + name)
+        if prefix and name == "" and not from_head:  # the base model itself, which is a part here
+            candidates = (model.base_model_prefix, "")
+        elif prefix == f"{name}." and model.base_model is model:
+            candidates = ("",)
         present = next((candidate for candidate in candidates if candidate in modules), None)
         if present is not None:
             yield present, item

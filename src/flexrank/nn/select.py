@@ -48,11 +48,13 @@ def dense_reasons(
     model: nn.Module, include: Sequence[str] | None = None, exclude: Sequence[str] = ()
 ) -> dict[str, str]:
     """Why each module that holds a matrix stays dense: not selected, tied, not supported, or too small."""
-    owners = _weight_owners(model)
+    owners, listed = _weight_owners(model), _listed(model)
     reasons = {}
     for name, module in model.named_modules():
         if is_layer(module):
             reason = _selection_reason(model, name, include, exclude) or _weight_reason(name, module, owners)
+            if reason is None and id(module) in listed:
+                reason = "its parent keeps it in a list too, in which it would not be replaced"
         else:
             reason = unsupported_reason(module) or _unknown_reason(module)
         if reason is not None:
@@ -175,9 +177,10 @@ def _weight_reason(name: str, module: nn.Module, owners: Mapping[int, list[str]]
     assert isinstance(weight, torch.Tensor)
     if id(weight) not in owners:
         return "its weight is computed, not a parameter"
-    shared = [owner for owner in owners[id(weight)] if owner != name]
-    if shared:
-        return f"weight tied to {shared[0]}"
+    for part, parameter in (("weight", weight), ("bias", module.bias)):
+        shared = [owner for owner in owners.get(id(parameter), ()) if owner != name]
+        if shared:
+            return f"{part} tied to {shared[0]}"
     if weight.dtype not in FACTORISED:
         return f"weight is {weight.dtype}"
     if is_quantised({name: weight}):
@@ -207,6 +210,16 @@ def _weight_owners(model: nn.Module) -> dict[int, list[str]]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
     return owners
+
+
+def _listed(model: nn.Module) -> set[int]:
+    """The modules that some module holds other than as a child: in a list, a dictionary or an attribute of its own."""
+    found = set()
+    for parent in model.modules():
+        for key, value in vars(parent).items():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            found |= {id(one) for one in held if key != "_modules" and isinstance(one, nn.Module)}
+    return found
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -54,9 +54,9 @@ method gets four learning rates, tried on the tuning half, and up to six more wh
 method runs in a process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps,
 which favours methods that start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular
 values, and one set of adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD. Only
-stories260k and, with training, MiniLM and ResNet-20 have been measured since MatFormer keeps heads longer, LayerSkip
-skips blocks by sample, DRONE fills its budgets, and more than two further rates are tried: in the other tables these
-rivals are weaker than they can be (docs/log.md).
+stories260k and, with training, MiniLM, ResNet-20 and the vision transformer have been measured since MatFormer keeps
+heads longer, LayerSkip skips blocks by sample, DRONE fills its budgets, and more than two further rates are tried: in
+the other tables these rivals are weaker than they can be (docs/log.md).
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and
@@ -78,9 +78,10 @@ few ranks of such narrow matrices. Fewer channels beside lower ranks would give 
 and a wider model something from .4 down (docs/log.md, "Narrower feed-forward parts"). Sizes that are trained separately
 can be ahead at large sizes, where shared weights pay for the small ones. With all steps for each size, which are eight
 times as many in total, `independent` is ahead at every size of stories260k. On the vision transformer, flexrank at its
-defaults, flexrank as printed and separate training are within 12 of 2,000 images of each other from .9 to .3: the
-standard error is 20 images. Of methods with one artefact flexrank is first at every budget from .8 down on MiniLM,
-pycode5m and ResNet-20 (where its printed form is the only other one), and not on the other three.
+defaults, flexrank as printed and separate training are within 14 of 5,000 images of each other from .9 to .3: the
+standard error is 32 images. Of methods with one artefact flexrank is first at every budget from .8 down on MiniLM,
+pycode5m, the vision transformer and ResNet-20 (where its printed form is the only other one), and not on the two small
+Llamas, stories260k and babyllama.
 
 **What each part of consolidation is worth** (`python -m research ablation`, also with `--config`): flexrank by its
 defaults, and without one part at a time, from the same factors and ranks, at equal steps and at one learning rate. On

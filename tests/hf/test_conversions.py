@@ -11,6 +11,7 @@ import transformers as t
 import flexrank as fr
 import tiny
 from flexrank.errors import FlexrankError
+from flexrank.hf import models
 from flexrank.hf.quantizer import match_layers
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
@@ -81,7 +82,7 @@ def test_trusted_code_converts_names_as_transformers_own_classes_do(
     monkeypatch.setattr("transformers.utils.hub.HF_MODULES_CACHE", str(tmp_path / "modules"))
     build = {"vit": lambda: t.ViTModel(t.ViTConfig(**tiny.IMAGE)), **FUSED}.get(name, lambda: tiny.build(name))
     small, batch = size_of(elastic(build), RANKS["different"]), batch_of(name)
-    fr.export(small, tmp_path / "small", batch)
+    models.save_model(small, tmp_path / "small")
     auto = t.AutoModelForCausalLM if name == "gpt_neox" else t.AutoModel
     found, info = auto.from_pretrained(tmp_path / "small", trust_remote_code=True, output_loading_info=True)
     assert type(found).__module__.startswith("transformers_modules.") and not any(info.values())

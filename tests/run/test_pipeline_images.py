@@ -46,6 +46,7 @@ def write_images(path: Path, size: int = 16) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("verified_here")
 def test_a_network_in_bfloat16_that_does_not_convert_its_images(tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 

@@ -158,9 +158,7 @@ def _keep_layers_apart_(model: Any, layers: Iterable[str]) -> None:
     wrong.
     """
     conversions = getattr(model, "_weight_conversions", None)
-    if (
-        conversions is None
-    ):  # of a model that was not loaded, as transformers finds them; see `revert_weight_conversion`
+    if conversions is None:  # the model was not loaded: as transformers finds them, in `revert_weight_conversion`
         found = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [one for one in found if not isinstance(one, PrefixChange)]
     own = [f"{name}.{key}" for name in layers for key in model.get_submodule(name).state_dict()]

@@ -217,7 +217,7 @@ def match_layers(model: Any, items: Mapping[str, Item], *, skip_missing: bool = 
     from_head = bool(prefix) and any(name.startswith(prefix) for name in items)
     parts = dict(model.base_model.named_children())
     for name, item in items.items():
-        candidates = (name, name.removeprefix(prefix), prefix + name)
+        candidates: tuple[str, ...] = (name, name.removeprefix(prefix), prefix + name)
         if prefix and name == "" and not from_head:  # the base model itself, which is a part here
             candidates = (model.base_model_prefix, "")
         elif prefix == f"{name}." and model.base_model is model:

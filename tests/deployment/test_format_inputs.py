@@ -1,4 +1,4 @@
-"""What an export for another runtime takes, and what is copied beside it."""
+"""What an export for another runtime takes, and what is copied with it."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,14 @@ import tiny
 from flexrank.deployment import formats
 from flexrank.deployment.formats import export_to
 from flexrank.deployment.runtimes import sample_inputs
+from flexrank.errors import FlexrankError
+from flexrank.hf import models
 
 VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
 
 def deployed(model: Any, place: Path) -> Any:
-    """A size of the model, saved and loaded, so that it knows its directory."""
+    """A size of the model, saved and loaded, which then knows its directory."""
     small = fr.deploy(tiny.nest(model.eval()), tiny.chain_of(model).at(0.5))
     small.save_pretrained(place)
     return type(small).from_pretrained(place).eval()
@@ -49,6 +51,27 @@ def test_images_have_the_size_that_the_processor_makes(processor: Any, size: tup
     if processor is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     assert sample_inputs(small, 2, 4)["pixel_values"].shape == (2, 3, *size)
+
+
+def test_texts_are_as_long_as_the_model_reads_if_it_says_so(tmp_path: Path) -> None:
+    """XLNet's configuration says -1; CANINE hashes characters, and has no vocabulary."""
+    config = t.XLNetConfig(vocab_size=64, d_model=32, n_layer=1, n_head=4, d_inner=48)
+    assert config.max_position_embeddings == -1
+    assert sample_inputs(t.XLNetModel(config), 2, 9)["input_ids"].shape == (2, 9)
+    llama = tiny.build("llama_tied")
+    assert sample_inputs(llama, 2, 10**6)["input_ids"].shape == (2, llama.config.max_position_embeddings)
+    canine = t.CanineModel(
+        t.CanineConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    )
+    with pytest.raises(FlexrankError, match="CanineModel: its configuration has no vocab_size"):
+        sample_inputs(canine, 2, 4)
+
+
+def test_a_model_that_memory_is_too_small_for_is_no_broken_model() -> None:
+    with pytest.raises(RuntimeError, match="^DefaultCPUAllocator: "), models.clear_errors("model"):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    with pytest.raises(FlexrankError, match="model 'model' cannot be loaded: other"), models.clear_errors("model"):
+        raise RuntimeError("other")
 
 
 def test_an_export_inside_its_source_copies_neither_itself_nor_others(tmp_path: Path) -> None:

@@ -60,6 +60,14 @@ def test_a_prompt_and_what_is_generated_fit_the_model(
     assert asked[0]["input_ids"].shape == (1, length)
 
 
+@pytest.mark.parametrize(("size", "count"), [(1, 2), (4, 3)])
+def test_a_batch_of_one_text_is_timed_once(size: int, count: int, finished: Path) -> None:
+    """Decoding, one text and, if that is another, the batch."""
+    work = Workspace(load_config(finished, [f"evaluation.latency_batch_size={size}"]), RunDirectory(finished))
+    assert len({one.name for one in measure._workloads(work, work.base)}) == count
+    assert len(measure._workloads(work, work.base)) == count
+
+
 def test_a_size_is_timed_over_the_base_model(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes as many seconds as it has parameters."""
     asked = []

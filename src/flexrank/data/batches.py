@@ -59,11 +59,13 @@ def require_several(batches: Any) -> None:
 
 def _in_dtype_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """The batch with images and sounds in the dtype of a transformers model: many such models do not convert them."""
-    dtype, signals = getattr(model, "dtype", None), {}
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        signals = {key: batch[key] for key in SIGNALS if isinstance(batch.get(key), Tensor)}
-    changed = {key: value.to(dtype) for key, value in signals.items() if value.is_floating_point()}
-    return {**batch, **changed} if changed else batch
+    signals = {
+        key: value for key in SIGNALS if isinstance(value := batch.get(key), Tensor) and value.is_floating_point()
+    }
+    dtype = getattr(model, "dtype", None) if signals else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return batch
+    return {**batch, **{key: value.to(dtype) for key, value in signals.items()}}
 
 
 def _without_cache(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -300,3 +300,13 @@ def test_what_it_leaves_to_vllm_and_what_it_refuses(plugin: Any) -> None:
     assert type(config.get_quant_method(plain, "m.c")).__name__ == "FactorisedLinearMethod"
     with pytest.raises(FlexrankError, match="config.json holds layers of format 2; "):
         plugin.registered["flexrank"].from_config({"format": 2, "layers": {}})
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "llama4", "llama4_text"])
+def test_models_whose_weights_vllm_rearranges_are_refused(plugin: Any, model_type: str) -> None:
+    """vLLM permutes every tensor below their attention layers by head, also factors, whose rows are not heads."""
+    config = config_of(plugin, {"format": 1, "layers": {}})
+    config.maybe_update_config("small/", hf_config=types.SimpleNamespace(model_type="llama"), revision=None)
+    hf_config = types.SimpleNamespace(model_type=model_type)
+    with pytest.raises(FlexrankError, match=rf"small/: vLLM rearranges the attention weights of {model_type} while"):
+        config.maybe_update_config("small/", hf_config=hf_config, revision=None)

@@ -24,6 +24,9 @@ from flexrank.nn.specs import FORMAT, require_format
 #: The index of each part of a fused layer, by vLLM's name for it; vLLM names gate and up by their indices.
 SHARD_INDEX = {None: 0, "q": 0, "k": 1, "v": 2}
 
+#: Models whose attention weights vLLM rearranges by head while loading, whatever their shape.
+REARRANGED = ("bloom", "llama4", "llama4_text")
+
 
 def register() -> None:
     """Makes vLLM recognise exports by the `quant_method` in their `config.json`; calling it again changes nothing."""
@@ -56,6 +59,14 @@ class ServedConfig(QuantizationConfig):
     @staticmethod
     def get_config_filenames() -> list[str]:  # noqa: D102
         return []
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, **ignored: Any) -> None:
+        """Raises FlexrankError for a model whose factors vLLM would rearrange as if they were matrices."""
+        if getattr(hf_config, "model_type", None) in REARRANGED:
+            raise FlexrankError(
+                f"{model_name}: vLLM rearranges the attention weights of {hf_config.model_type} while loading, so it "
+                "cannot load factors; serve an export `--to dense`"
+            )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames the layers to the names that they have in vLLM's model."""

@@ -17,7 +17,7 @@ from flexrank.deployment import deploy, export
 from flexrank.deployment.formats import export_to
 from flexrank.errors import FlexrankError
 from flexrank.hf.models import attached_layers as specs_of
-from tiny import DECODER, batch_for, chain_of, deployed, nest, outputs, partly_dense, relative
+from tiny import DECODER, batch_for, build, chain_of, deployed, nest, outputs, partly_dense, relative
 
 pytest.importorskip("torchao")
 # torchao's own, as it is loaded.
@@ -106,6 +106,68 @@ def test_a_size_that_is_quantised_whole_is_read_by_other_classes_and_in_other_dt
     short.save_pretrained(tmp_path / "short")
     third = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "short", dtype="auto")
     assert torch.equal(outputs(third, batch), outputs(short, batch))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "llama_untied"])
+def test_a_quantised_embedding_whose_head_is_not(name: str, tmp_path: Path) -> None:
+    import torchao.quantization as ao
+
+    small, batch = deployed(name), batch_for(name)
+    ao.quantize_(small, ao.IntxWeightOnlyConfig(torch.int8), lambda part, _: isinstance(part, nn.Embedding))
+    small.save_pretrained(tmp_path / "small")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert torch.equal(outputs(again, batch), outputs(small, batch))
+    small.lm_head.weight = small.model.embed_tokens.weight
+    if name == "llama_tied":
+        with pytest.raises(
+            FlexrankError, match=r"LlamaForCausalLM ties lm_head\.weight, which cannot be saved quantised"
+        ):
+            small.save_pretrained(tmp_path / "tied")
+        assert not (tmp_path / "tied" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("t5", r"encoder\.\S+, decoder\.\S+, lm_head\.weight"), ("bert", r"\S+\.weight, \S+\.bias")]
+)
+def test_a_head_that_is_tied_by_more_than_its_weight_stays_as_it_is(name: str, tied: str, tmp_path: Path) -> None:
+    """A masked language model's bias is tied too, and the encoder's embedding is the decoder's."""
+    import torchao.quantization as ao
+
+    torch.manual_seed(0)
+    config = {key: DECODER[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    bert = transformers.BertConfig(**config, num_hidden_layers=1, max_position_embeddings=64)
+    elastic = nest(build("t5") if name == "t5" else transformers.BertForMaskedLM(bert).eval())
+    small, whole = (deploy(elastic, chain_of(elastic).at(0.5)) for _ in range(2))
+    kind, batch = type(small), batch_for("t5" if name == "t5" else "llama_tied")
+    ao.quantize_(whole, ao.Int8WeightOnlyConfig())
+    with pytest.raises(FlexrankError, match=f"{kind.__name__} ties {tied}, which cannot be saved quantised; leave its"):
+        whole.save_pretrained(tmp_path / "whole")
+    head = set(small.get_output_embeddings().modules())
+    ao.quantize_(small, ao.Int8WeightOnlyConfig(), lambda part, _: isinstance(part, nn.Linear) and part not in head)
+    small.save_pretrained(tmp_path / "small")
+    assert torch.equal(outputs(kind.from_pretrained(tmp_path / "small"), batch), outputs(small, batch))
+
+
+def test_a_quantised_network_without_embeddings_is_stored(tmp_path: Path) -> None:
+    import torchao.quantization as ao
+
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    network = nest(transformers.ResNetForImageClassification(config).eval())
+    small = deploy(network, chain_of(network).at(0.8))
+    ao.quantize_(small, ao.Int8WeightOnlyConfig())
+    small.save_pretrained(tmp_path / "small")
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "small")
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again(images).logits, small(images).logits)
+
+
+def test_an_elastic_model_of_which_other_layers_are_quantised_is_not_deployed() -> None:
+    import torchao.quantization as ao
+
+    elastic = nest(nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 4)), include=["0"])
+    ao.quantize_(elastic, ao.IntxWeightOnlyConfig(torch.int8))
+    with pytest.raises(FlexrankError, match="Sequential has quantised weights; quantise its deployed sizes"):
+        deploy(elastic, {"0": 4})
 
 
 class Scaled(nn.Sequential):

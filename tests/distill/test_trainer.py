@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -101,8 +102,35 @@ def test_in_bfloat16_the_teacher_computes_as_the_student_does(tmp_path: Path) ->
         network.model.layers[0].mlp.up_proj.register_forward_hook(
             lambda layer, _, output: seen.add((type(layer).__name__, output.dtype))
         )
+    for _ in range(2):  # also where the first call has put everything back
+        seen.clear()
+        ours.train()
+        assert seen == {("Linear", torch.bfloat16), ("NestedLinear", torch.bfloat16)}
+
+
+def test_after_training_in_bfloat16_the_model_computes_in_its_own_dtype(tmp_path: Path) -> None:
+    """accelerate leaves a `forward` with autocast on a model, which copies of it would have."""
+    ours, _, chain = trainer(tmp_path, bf16=True)
     ours.train()
-    assert seen == {("Linear", torch.bfloat16), ("NestedLinear", torch.bfloat16)}
+    dtypes, batch = [], batch_for("llama_untied")
+    for network in (ours.model, fr.deploy(ours.model, chain.at(0.25))):
+        network.model.layers[0].mlp.up_proj.register_forward_hook(lambda *parts: dtypes.append(parts[-1].dtype))
+        network(**batch)
+    assert dtypes == [torch.float32, torch.float32]
+
+
+def test_a_size_that_accelerate_has_prepared_is_deployed_and_exported_without_autocast(tmp_path: Path) -> None:
+    model = elastic("llama_untied")
+    profile, batch = chain_of(model, BUDGETS).at(0.25), batch_for("llama_untied")
+    small = fr.deploy(model, profile)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    again = fr.deploy(accelerator.prepare(model), profile)
+    assert torch.equal(again(**batch).logits, small(**batch).logits)
+    tuned = accelerator.prepare(small)
+    in_bfloat16 = tuned(**batch).logits
+    assert not torch.equal(in_bfloat16, again(**batch).logits)
+    fr.export(tuned, tmp_path / "tuned", batch)
+    assert torch.equal(tuned(**batch).logits, in_bfloat16)  # training may go on
 
 
 @pytest.mark.slow

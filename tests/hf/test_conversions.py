@@ -162,3 +162,30 @@ def test_a_size_in_float16_keeps_in_float32_what_overflows(tmp_path: Path) -> No
 def test_a_deployed_model_is_not_decomposed_again() -> None:
     with pytest.raises(FlexrankError, match=r"layer '.*q_proj' is factorised already; take the base model or the"):
         select_layers(tiny.deployed("llama_tied"))
+
+
+def test_layers_that_transformers_keeps_in_float32_are_deployed_so(tmp_path: Path) -> None:
+    """T5's `wo`, because its outputs exceed float16's range of 65504: its slack is then float32's, too."""
+    torch.manual_seed(0)
+    model = tiny.build("t5")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight *= 300 if name.endswith(("wi.weight", "wo.weight")) else 1
+    tiny.nest(model)
+    batch, profile = tiny.batch_for("t5"), tiny.chain_of(model).at(0.5)
+    fr.set_profile(model, profile)
+    exact = tiny.outputs(model, batch)
+    table = fr.find_slack(model, [profile], dtype=torch.float16)
+    short = fr.deploy(model, profile, dtype=torch.float16)
+    long = fr.find_slack(model, [profile], dtype=torch.float32)
+    for name, part in short.named_modules():
+        if isinstance(part, fr.nn.gauge_aligned.GaugeAlignedLayer):
+            is_kept = name.endswith(".wo")
+            assert part.latent.weight.dtype == (torch.float32 if is_kept else torch.float16)
+            assert table.columns[name] == long.columns[name] or not is_kept
+    assert table.dtype == "float16" and tiny.relative(tiny.outputs(short, batch), exact) < 0.02
+    by_table = fr.deploy(model, profile, dtype=torch.float16, slack=table).state_dict()
+    assert all(torch.equal(value, by_table[name]) for name, value in short.state_dict().items())
+    fr.export(short, tmp_path / "short", batch)
+    with pytest.raises(FlexrankError, match="this slack was chosen for float16; find_slack for float32"):
+        fr.deploy(model, profile, slack=table)

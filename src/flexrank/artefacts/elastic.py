@@ -27,7 +27,7 @@ from flexrank.hf import models
 from flexrank.hf.companions import local_directory, save_companions, verify_artefact
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_as_recorded_
-from flexrank.nn.quantised import is_quantised
+from flexrank.nn.quantised import require_unquantised
 from flexrank.nn.select import require_in_memory, require_merged, unwrapped
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec, require_dtype
@@ -73,8 +73,7 @@ def save_elastic(
     model = unwrapped(model)
     require_in_memory(model)
     require_merged(model)
-    if is_quantised(model.state_dict()):
-        raise FlexrankError(f"{type(model).__name__} has quantised weights; quantise its deployed sizes")
+    require_unquantised(model)
     if is_sharded(model) and not processes.is_first():
         layers = nested_layers(model)
         written = _written_ranks(layers, _trained_part(chain, layers))

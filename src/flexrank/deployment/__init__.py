@@ -14,10 +14,12 @@ from flexrank.deployment.latency import entry_within_latency
 from flexrank.deployment.slack import (
     Activations,
     active_factors,
+    deployed_dtypes,
     find_slack,
     layer_slack,
     require_options,
     require_slack,
+    table_dtype,
 )
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
@@ -26,7 +28,8 @@ from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_experts
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear, Slack
 from flexrank.nn.matrix import matrix_shape
-from flexrank.nn.select import require_in_memory, unwrapped
+from flexrank.nn.quantised import require_unquantised
+from flexrank.nn.select import drop_autocast_, require_in_memory, unwrapped
 from flexrank.nn.size_lock import drop_size_lock_
 from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.nn.switch import layer_shapes, nested_layers, submodel
@@ -65,25 +68,30 @@ def deploy(
         base: the model before decomposition: if every rank is full, the result is a copy of it, bit for bit.
 
     Raises:
-        FlexrankError: the profile does not fit the model, or a slack is negative or too small for a layer.
+        FlexrankError: the profile does not fit the model, it has quantised weights, or a slack is negative or too
+            small for a layer.
     """
     require_slack(slack)
     require_options(dtype, activations, nested_layers(model))
     model = unwrapped(model)
     require_in_memory(model)
+    require_unquantised(model)
     if base is not None and profile == full_ranks(layer_shapes(model)):
         return _copied(unwrapped(base), {}, device, dtype).train(model.training)
     model = submodel(model, profile)
     layers, deployed = nested_layers(model), {}
-    for name, layer in layers.items():
-        there = layer if device in (None, layer.u.device) else copy.deepcopy(layer).to(device)
-        columns = layer_slack(name, there, slack, dtype or layer.u.dtype, activations or {})
+    if isinstance(slack, SlackTable):
+        slack.require_dtype(table_dtype(layers, dtype))
+    for name, own in deployed_dtypes(model, dtype).items():
+        there = layers[name] if device in (None, layers[name].u.device) else copy.deepcopy(layers[name]).to(device)
+        columns = layer_slack(name, there, slack, own, activations or {})
         try:
-            deployed[name] = _deploy_layer(there, columns, dtype or layer.u.dtype)
+            deployed[name] = _deploy_layer(there, columns, own)
         except FlexrankError as error:
             raise FlexrankError(f"layer {name!r}: {error}") from error
     small = _copied(model, {layer: deployed[name] for name, layer in layers.items()}, device, dtype)
     drop_size_lock_(small)
+    drop_autocast_(small)
     first = next(iter(layers.values()))
     if first.chain is not None:
         small.flexrank_sizes = mark_size(first.card_sizes, first.chain, profile)

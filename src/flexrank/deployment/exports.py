@@ -20,7 +20,7 @@ from flexrank.files import directory_aside
 from flexrank.hf import models
 from flexrank.hf.companions import save_companions
 from flexrank.nn.linalg import full_precision
-from flexrank.nn.select import require_in_memory, require_merged, unwrapped
+from flexrank.nn.select import drop_autocast_, require_in_memory, require_merged, unwrapped
 
 #: Largest relative difference ‖y − y*‖/‖y*‖ between the outputs of an exported model here and in a fresh process.
 #: The same weights run the same code, so only the order of sums may differ: a few roundings of the dtype.
@@ -57,7 +57,11 @@ def export(
     library = models.library_of(small)
     if library == "torch" and factory is None:
         raise FlexrankError(f"export of a {type(small).__name__} needs factory=, 'package.module:function'")
-    expected = _outputs(small, inputs)
+    autocast = drop_autocast_(small)  # a fresh process loads the model without it
+    try:
+        expected = _outputs(small, inputs)
+    finally:
+        vars(small).update(autocast)
     with directory_aside(directory, DOCUMENT) as aside, tempfile.TemporaryDirectory() as scratch:
         if library == "transformers":
             models.save_model(small, aside)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
 from flexrank.files import dtype_name
+from flexrank.hf.classes import names_in_float32
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.gauge_aligned import Slack, resolve_slack
 from flexrank.nn.specs import require_dtype
@@ -42,7 +43,7 @@ def find_slack(
     if isinstance(profiles, ProfileChain):
         profiles = [entry.profile for entry in profiles.requested]
     require_options(dtype, activations, layers)
-    dtype = dtype or next(iter(layers.values())).u.dtype
+    dtypes = deployed_dtypes(model, dtype)
     columns = {name: dict(known.columns.get(name, {})) if known else {} for name in layers}
     wanted = {}
     for profile in profiles:
@@ -51,13 +52,13 @@ def find_slack(
                 wanted[name, layer.rank, layer.sizes and layer.sizes.position] = layer
     pairs = list(wanted.items())
     for (name, rank, _), layer in track(pairs, "choosing slack") if len(pairs) > len(layers) else pairs:
-        least = layer_slack(name, layer, slack, dtype, activations or {})
+        least = layer_slack(name, layer, slack, dtypes[name], activations or {})
         columns[name][rank] = max(least, columns[name].get(rank, 0))
-    return SlackTable(dtype_name(dtype), columns)
+    return SlackTable(table_dtype(layers, dtype), columns)
 
 
 def require_options(dtype: Any, activations: Any, layers: Mapping[str, NestedLayer]) -> None:
-    """Raises FlexrankError unless these are None, or a torch.dtype and what `collect_rows` returns for these layers."""
+    """Raises FlexrankError unless these are None, or a dtype of factors and what `collect_rows` returns for these."""
     require_dtype(dtype)
     if not isinstance(activations, (Mapping, NoneType)):
         raise FlexrankError(f"activations is a {type(activations).__name__}; it is what collect_rows returns")
@@ -73,6 +74,18 @@ def require_slack(slack: Any) -> None:
         raise FlexrankError(f'slack is {slack!r}; it is "auto", a whole number of columns, or what find_slack chose')
 
 
+def deployed_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The dtype of each layer once it is deployed: float32 for those that transformers keeps so, such as T5's `wo`."""
+    kept = names_in_float32(model, dtype)
+    layers = nested_layers(model).items()
+    return {name: torch.float32 if f"{name}.u" in kept else dtype or layer.u.dtype for name, layer in layers}
+
+
+def table_dtype(layers: Mapping[str, NestedLayer], dtype: torch.dtype | None) -> str:
+    """The dtype that names a model's `SlackTable`: that of the copy, by default of its first elastic layer."""
+    return dtype_name(dtype or next(iter(layers.values())).u.dtype)
+
+
 def layer_slack(
     name: str, layer: NestedLayer, slack: Slack | SlackTable, dtype: torch.dtype, activations: Activations
 ) -> int:
@@ -80,7 +93,6 @@ def layer_slack(
     if is_dense(layer.matrix_shape, layer.rank):
         return 0
     if isinstance(slack, SlackTable):
-        slack.require_dtype(dtype_name(dtype))
         return slack.at(name, layer.rank)
     columns: Slack = slack if slack == "auto" else min(slack, layer.rank)
     try:

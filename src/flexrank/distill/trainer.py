@@ -17,6 +17,7 @@ from flexrank.distill.step import Targets, loss_scale, require_finite, require_o
 from flexrank.distill.trained import set_sizes_, trainable_parameters, training, trimmed_factors
 from flexrank.errors import FlexrankError
 from flexrank.hf.models import mark_elastic
+from flexrank.nn.select import drop_autocast_
 from flexrank.nn.switch import layer_shapes, use_profile
 from flexrank.profiles import ProfileChain
 from flexrank.profiles.costs import full_ranks
@@ -87,7 +88,10 @@ class DistillationTrainer(transformers.Trainer):
         with trimmed_factors(self.model, self._profiles):
             self._trainable = trainable_parameters(self.model, factors_only=len(self._profiles) > 1)
             with training(self.model, self.teacher, self._trainable):
-                return super().train(*args, **options)
+                try:
+                    return super().train(*args, **options)
+                finally:
+                    drop_autocast_(self.model)  # which would stay, and lower the precision of whatever runs it next
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The AdamW of `distill_`, with the betas and the epsilon of `args`."""

@@ -174,10 +174,21 @@ def _changes_values(conversion: Any, names: Iterable[str]) -> bool:
 
 
 def _untie_quantised_head_(model: Any) -> None:
-    """Notes in the config that quantising has untied a head from the embedding, which transformers would tie again."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and is_quantised(dict(head.named_parameters())) and head.weight is not embedding.weight:
-        model.config.get_text_config(decoder=True).tie_word_embeddings = False
+    """Notes in the configs that quantising has untied head and embedding, which transformers would tie again.
+
+    Raises FlexrankError if they still share a quantised tensor, or if the class ties more than these two: transformers
+    unties all or nothing, and the files hold each shared tensor once.
+    """
+    if not (tied := model.all_tied_weights_keys):
+        return
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    if not is_quantised({"head": head, "embedding": embedding}):
+        return
+    if len(tied) > 1 or head is embedding:
+        tie = f"{type(model).__name__} ties {', '.join(tied)}"
+        raise FlexrankError(f"{tie}, which cannot be saved quantised; leave its head and embedding unquantised")
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config.tie_word_embeddings = False
 
 
 def _torchao_notes(files: Iterable[str]) -> dict[str, str]:

@@ -8,8 +8,12 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+#: The dtypes of weights that can be factorised; a quantised weight claims to have one of them.
+FACTORISED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class ConvGeometry(NamedTuple):

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexrank.errors import FlexrankError
 
@@ -14,6 +14,12 @@ NOTED = "tensor_names"
 def is_quantised(state: Mapping[str, Tensor]) -> bool:
     """Whether a tensor of this state is torchao's."""
     return any(_is_of_torchao(tensor) for tensor in state.values())
+
+
+def require_unquantised(model: nn.Module) -> None:
+    """Raises FlexrankError if an elastic model has torchao's weights, which cannot be copied or cast like others."""
+    if is_quantised(model.state_dict()):
+        raise FlexrankError(f"{type(model).__name__} has quantised weights; quantise its deployed sizes")
 
 
 def flatten_quantised(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -3,6 +3,7 @@
 import fnmatch
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,12 +12,10 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.linalg import Factors
-from flexrank.nn.matrix import bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
+from flexrank.nn.matrix import FACTORISED, bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
 from flexrank.nn.quantised import is_quantised
 
 log = logging.getLogger("flexrank")
-#: The dtypes of weights that can be factorised; a quantised weight claims to have one of them.
-FACTORISED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ParentSlot = tuple[nn.Module, str]  #: a module, and the name of one of its children
 
 
@@ -71,6 +70,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def drop_autocast_(model: nn.Module) -> dict[str, Any]:
+    """Removes the `forward` by which accelerate runs a model in mixed precision, and returns what `vars` had of it."""
+    own = vars(model)
+    keys = ("forward", "_original_forward", "_is_accelerate_prepared") if "_original_forward" in own else ()
+    return {key: own.pop(key) for key in keys if key in own}
 
 
 def require_unwrapped(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import reads_format
 from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
 from flexrank.nn.gauge_aligned import GaugeAlignedConv2d, GaugeAlignedLayer, GaugeAlignedLinear
-from flexrank.nn.matrix import ConvGeometry, conv_geometry, matrix_shape
+from flexrank.nn.matrix import FACTORISED, ConvGeometry, conv_geometry, matrix_shape
 
 #: Version of the specs that `config.json` holds, and the keys that every spec has.
 FORMAT = 1
@@ -40,9 +40,12 @@ def _is_spec(spec: Any) -> bool:
 
 
 def require_dtype(dtype: Any) -> None:
-    """Raises FlexrankError unless this is None or a torch.dtype."""
+    """Raises FlexrankError unless this is None or a torch.dtype that factors can have."""
     if not isinstance(dtype, (torch.dtype, NoneType)):
         raise FlexrankError(f"dtype is {dtype!r}; it is a torch.dtype, such as torch.bfloat16")
+    if dtype not in (None, *FACTORISED):
+        names = ", ".join(map(str, FACTORISED))
+        raise FlexrankError(f"dtype is {dtype}; factors have one of {names}; quantise the size that is deployed")
 
 
 def layer_spec(layer: nn.Module) -> dict[str, Any]:

@@ -87,6 +87,10 @@ def test_trusted_code_converts_names_as_transformers_own_classes_do(
     found, info = auto.from_pretrained(tmp_path / "small", trust_remote_code=True, output_loading_info=True)
     assert type(found).__module__.startswith("transformers_modules.") and not any(info.values())
     assert torch.equal(tiny.outputs(found, batch), tiny.outputs(small, batch))
+    config = t.AutoConfig.from_pretrained(tmp_path / "small", trust_remote_code=True)  # which lm-eval reads first
+    assert type(config).__module__ == type(found).__module__ and isinstance(config, type(small.config))
+    models.save_model(found, tmp_path / "again")
+    assert torch.equal(tiny.outputs(auto.from_pretrained(tmp_path / "again"), batch), tiny.outputs(small, batch))
 
 
 def test_a_size_with_a_head_of_its_own_has_the_ties_of_its_class(

@@ -247,6 +247,7 @@ def test_an_export_loads_with_trusted_code_and_no_import_of_flexrank(tmp_path):
     export(small, tmp_path / "llama_tied", batch)
     save_file(batch | {"expected": outputs(small, batch)}, tmp_path / "llama_tied.safetensors")
     assert json.loads((tmp_path / "llama_tied" / "config.json").read_text())["auto_map"] == {
+        "AutoConfig": "modeling_flexrank.LlamaConfig",
         "AutoModel": "modeling_flexrank.LlamaModel",
         "AutoModelForCausalLM": "modeling_flexrank.LlamaForCausalLM",
         "AutoModelForQuestionAnswering": "modeling_flexrank.LlamaForQuestionAnswering",

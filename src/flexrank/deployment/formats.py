@@ -25,6 +25,7 @@ from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_
 from flexrank.errors import FlexrankError, first_line, is_out_of_memory
 from flexrank.hf import models
 from flexrank.hf.companions import CARD, PICKLES
+from flexrank.hf.remote_code import REMOTE_MODULE
 from flexrank.nn.experts import SEPARATE_KEY
 from flexrank.nn.quantised import is_quantised
 
@@ -175,7 +176,7 @@ def _add_companions(source: Path, aside: Path) -> None:
 
     Pickles and checkpoints, which training left there, and other artefacts are not copied.
     """
-    own = {"config.json", CARD, DEPLOYED, f"{models.REMOTE_MODULE}.py"}
+    own = {"config.json", CARD, DEPLOYED, f"{REMOTE_MODULE}.py"}
     for path in source.iterdir():
         is_weights = ".safetensors" in path.name or path.suffix in PICKLES or path.name.startswith("checkpoint-")
         if path.name in own or is_weights or path.name.startswith(".") or _holds_artefacts(path, aside):

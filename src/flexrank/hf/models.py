@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from flexrank.errors import FlexrankError, first_line, is_out_of_memory
-from flexrank.files import dtype_name, read_document, read_json, write_json
-from flexrank.hf.classes import TASKS, Task, auto_map, class_for
+from flexrank.files import dtype_name, read_document, read_json
+from flexrank.hf.classes import TASKS, Task, class_for
 from flexrank.hf.companions import TOKENIZER_FILES, verify_artefact
+from flexrank.hf.remote_code import write_remote_code
 
 log = logging.getLogger("flexrank")
 
@@ -28,23 +29,8 @@ QUANT_METHOD = "flexrank"
 ELASTIC_MARK = {"quant_method": QUANT_METHOD, "layers": {}, "is_elastic": True}
 #: The prefix of a directory inside an installed package: "package:NAME/path".
 PACKAGE_PREFIX = "package:"
-#: The modelling file that is written beside a deployed model, and how it begins.
-REMOTE_MODULE = "modeling_flexrank"
 #: `no_init_weights` replaces functions of torch and transformers, for all threads, until it ends.
 _BUILDING = threading.Lock()
-_REMOTE_CODE = '''"""Makes this model load with `trust_remote_code=True`; `import flexrank` first does the same."""
-
-import flexrank  # noqa: F401
-import transformers
-'''
-#: Of custom code transformers would not convert the names of tensors, as it does of its own classes.
-_REMOTE_CLASS = """
-
-class {name}(transformers.{name}):
-    @classmethod
-    def is_custom_code(cls):
-        return False
-"""
 
 
 def resolve_source(name: str | Path) -> str:
@@ -237,7 +223,7 @@ def save_model(model: Any, directory: Path) -> None:
     finally:
         del model.__dict__["should_save_on_this_rank"]
     if attached_layers(model):
-        _write_remote_code(model, directory)
+        write_remote_code(model, directory)
 
 
 def mark_elastic(model: Any) -> None:
@@ -329,13 +315,3 @@ def _architecture(directory: str | Path) -> Any:
         right = "correct it, or upgrade transformers"
         raise FlexrankError(f"{path}: architectures {names} names no model class of transformers; {right}")
     return model_class
-
-
-def _write_remote_code(model: Any, directory: Path) -> None:
-    """Writes `modeling_flexrank.py`, whose classes keep transformers' names, and the `auto_map` that names them."""
-    classes = auto_map(model)
-    body = "".join(_REMOTE_CLASS.format(name=name) for name in dict.fromkeys(classes.values()))
-    (directory / f"{REMOTE_MODULE}.py").write_text(_REMOTE_CODE + body, encoding="utf8")
-    config = read_json(directory / "config.json")
-    config["auto_map"] = {auto: f"{REMOTE_MODULE}.{name}" for auto, name in classes.items()}
-    write_json(directory / "config.json", config)

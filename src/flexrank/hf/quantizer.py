@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from flexrank.errors import FlexrankError
 from flexrank.files import read_json
 from flexrank.hf import models
+from flexrank.hf.remote_code import REMOTE_MODULE
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.matrix import is_layer, matrix_shape
@@ -119,7 +120,7 @@ class DeployedQuantizer(OrdinaryModelQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         own = getattr(model.config, "auto_map", None) or {}
-        if any(str(name).startswith(f"{models.REMOTE_MODULE}.") for name in own.values()):
+        if any(str(name).startswith(f"{REMOTE_MODULE}.") for name in own.values()):
             del model.config.auto_map  # `save_pretrained` would keep it, but not write the module that it names
         forget_quantization(model)
         if self.metadata:
@@ -240,7 +241,7 @@ def match_layers(model: Any, items: Mapping[str, Item], *, skip_missing: bool = 
             if name.removeprefix(prefix).partition(".")[0] not in parts:
                 log.info("%s has no %s, whose values in the artefact are left out", type(model).__name__, name)
                 continue
-            kind, right = type(model).__name__, "load it with the class that was saved"
+            kind, right = type(model).__name__, "load it with the class and the configuration that were saved"
             raise FlexrankError(f"{kind} has no layer {name!r}, which config.json says is deployed; {right}")
 
 

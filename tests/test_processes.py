@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 import flexrank as fr
 import shared_work
 from flexrank import processes
+from flexrank.errors import FlexrankError
 from flexrank.files import digest_files
 from flexrank.run import run_stages
 from flexrank.run.config import load_config
@@ -232,6 +234,19 @@ def test_one_process_shares_with_nobody() -> None:
         assert processes.sums(1.5, 2.0) == [1.5, 2.0] and processes.on_first_process(lambda: 3) == 3
         assert processes.agree_on_exit("word", 2) == ("word", 2)
     assert torch.equal(tensor, torch.ones(2))
+
+
+def test_a_process_group_of_the_callers_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(FlexrankError, match="torch.distributed has a process group already"),
+        processes.joined(),
+    ):
+        pass
+    assert processes.count() == 1 and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_dearest_items_fall_to_who_has_least(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Writes files and directories completely or not at all, with checksums that reveal a truncated or edited file."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
@@ -102,7 +103,9 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     stays = path.is_dir() and (path == Path.cwd() or path.is_mount() or not os.access(path.parent, os.W_OK))
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path if stays else path.parent))
     aside.chmod(path.stat().st_mode & 0o777 if path.is_dir() else 0o777 & ~_umask())
+    lock = os.open(aside, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # while this process lives, `clear_leftovers` of another leaves it
         yield aside
         for file in aside.rglob("*"):
             file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())  # only the owner can read safetensors' files
@@ -112,6 +115,7 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
         else:
             _replace_directory(aside, path, markers)
     finally:
+        os.close(lock)
         if aside.exists():
             shutil.rmtree(aside)
 
@@ -190,10 +194,10 @@ def clear_leftovers(directory: Path) -> None:
     """Removes what killed processes left half-written, and restores a directory that one had only moved aside.
 
     Leftovers are recognised by the names that `atomic_file` and `directory_aside` give, so no other hidden file is
-    removed. No other process may be writing there.
+    removed; nor is a directory into which a living process writes.
     """
     for path in directory.iterdir():
-        if not (name := LEFTOVER.fullmatch(path.name)):
+        if not (name := LEFTOVER.fullmatch(path.name)) or (path.is_dir() and _is_locked(path)):
             continue
         if name["kind"] == "old" and (path / name["of"]).exists() and not (directory / name["of"]).exists():
             os.replace(path / name["of"], directory / name["of"])
@@ -203,6 +207,18 @@ def clear_leftovers(directory: Path) -> None:
             shutil.rmtree(path)
         elif name["kind"] == "aside":
             path.unlink()
+
+
+def _is_locked(directory: Path) -> bool:
+    """Whether a process holds the lock that `directory_aside` took; the operating system drops it when one ends."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def directory_bytes(path: str | Path) -> int:

@@ -263,7 +263,8 @@ def joined() -> Iterator[None]:
     A process that ends with an error must call `agree_on_exit` first, even if the block could not be entered.
 
     Raises:
-        FlexrankError: FLEXRANK_TIMEOUT is not a number of seconds, or there are more processes than GPUs.
+        FlexrankError: torch.distributed has a process group already, FLEXRANK_TIMEOUT is not a number of seconds, or
+            there are more processes than GPUs.
     """
     global _group
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
@@ -272,6 +273,8 @@ def joined() -> Iterator[None]:
     import torch
 
     dist: Any = torch.distributed
+    if dist.is_initialized():
+        raise FlexrankError("torch.distributed has a process group already; joined() makes its own, so enter it first")
     before, is_over = signal.signal(signal.SIGTERM, signal.default_int_handler), threading.Event()
     store, number, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"use {next(_uses)}", store)

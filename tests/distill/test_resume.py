@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import random
 import signal
 import threading
@@ -193,6 +194,33 @@ def test_a_signal_ends_training_after_the_step_that_runs_which_is_saved(
         caplog.clear()
     (history, weights), (expected, unbroken) = train(path), train(None)
     assert history == expected and torch.equal(weights, unbroken)
+
+
+class Noting(torch.utils.data.Dataset):
+    """Writes the process group of the process that reads an item."""
+
+    def __init__(self, place: Path):
+        self.place, self.items = place, batches("perceptron")
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        (self.place / str(os.getpid())).write_text(str(os.getpgrp()))
+        return self.items[index]
+
+
+def test_a_signal_to_the_process_group_reaches_no_worker(tmp_path: Path) -> None:
+    """torchrun ends its processes so; a worker that ends by SIGTERM makes the loader fail in the middle of a step."""
+    own: Callable[[int], Any] = lambda worker: (tmp_path / f"own {worker}").touch()  # noqa: E731
+    for kind, name in ((torch.utils.data.DataLoader, "plain"), (StatefulDataLoader, "stateful")):
+        (tmp_path / name).mkdir()
+        loader = kind(Noting(tmp_path / name), batch_size=None, num_workers=1, worker_init_fn=own)
+        model = nest(build("perceptron"))
+        distill_(model, build("perceptron"), loader, [SMALL], objective=FeatureObjective(), steps=2)
+        assert all(path.read_text() == path.name != str(os.getpid()) for path in (tmp_path / name).iterdir())
+        assert list((tmp_path / name).iterdir()) and (tmp_path / "own 0").exists() and loader.worker_init_fn is own
+        (tmp_path / "own 0").unlink()
 
 
 def test_torchruns_second_signal_does_not_cut_a_step_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

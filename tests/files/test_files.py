@@ -156,6 +156,15 @@ def test_leftovers_are_known_by_the_names_they_are_given(tmp_path: Path) -> None
         assert [LEFTOVER.fullmatch(name)["of"] for name in names] == ["file.json", "folder"]
 
 
+def test_what_a_living_process_writes_is_no_leftover(tmp_path: Path) -> None:
+    """Such as a size that `flexrank deploy` exports beside a run's artefact while another command opens the run."""
+    with directory_aside(tmp_path / "folder", "x") as aside:
+        (aside / "x").write_text("half")
+        clear_leftovers(tmp_path)
+        assert (aside / "x").read_text() == "half"
+    assert os.listdir(tmp_path) == ["folder"]
+
+
 def artefact(path: Path, *names: str) -> None:
     """A directory of these files, named by a document, and a card."""
     with directory_aside(path, "doc.json") as aside:

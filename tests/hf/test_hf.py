@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import tiny
@@ -325,6 +326,16 @@ def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path):
     with pytest.raises(OSError, match="place"):
         models.save_model(small, tmp_path / "place" / "below")
     assert set(vars(small)) == before
+
+
+def test_a_full_disk_is_one_line_and_names_the_place(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device")
+
+    small = tiny.deployed("gpt2")
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    with pytest.raises(FlexrankError, match=r"small: cannot be written \(I/O error: No space left on device\)"):
+        models.save_model(small, tmp_path / "small")
 
 
 def test_a_size_that_is_saved_again_names_no_module_that_is_not_there(tmp_path):

@@ -57,7 +57,8 @@ class OneLineErrors(TyperGroup):
                 status = _agreed_status(str(error) or "interrupted", INTERRUPTED, is_certain=False)
             except _USAGE_ERROR as error:
                 if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
-                    error.show()
+                    if processes.is_first():
+                        error.show()
                     status = error.exit_code
                 else:
                     status = _report_error(error.format_message())

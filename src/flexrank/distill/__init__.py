@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flexrank import processes
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, to_device
-from flexrank.distill.interrupts import deferred
+from flexrank.distill.interrupts import deferred, shielded
 from flexrank.distill.objectives import (
     Objective,
     compute_loss,
@@ -174,7 +174,7 @@ def distill_(
         "batches": len(batches) if isinstance(batches, Sequence) else None,
     }  # fmt: skip
     losses: list[float] = []
-    with undone_if_untrained(model, losses), sized(model, profiles, is_balanced) as size_indices:
+    with undone_if_untrained(model, losses), shielded(batches), sized(model, profiles, is_balanced) as size_indices:
         trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
         adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
         state = State(checkpoint, settings, trainable, adam, Feed(batches, seed), sharded_parameters(model), losses)

@@ -1,11 +1,15 @@
 """Ctrl-C and SIGTERM during training: the current step is finished and saved first."""
 
 import contextlib
+import functools
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+from torch.utils.data import DataLoader
 
 from flexrank import processes
 
@@ -38,3 +42,26 @@ def deferred(is_wanted: bool = True) -> Iterator[Callable[[], bool]]:
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler or signal.SIG_DFL)  # None: it was not set from Python
+
+
+@contextlib.contextmanager
+def shielded(batches: object) -> Iterator[None]:
+    """Inside the block the workers that a DataLoader starts are in process groups of their own.
+
+    torchrun and `timeout` send SIGTERM to a whole group; if a worker ends by it, the loader breaks the current step.
+    """
+    if not isinstance(batches, DataLoader):
+        yield
+        return
+    own = batches.worker_init_fn
+    batches.worker_init_fn = functools.partial(_leave_group, own)
+    try:
+        yield
+    finally:
+        batches.worker_init_fn = own
+
+
+def _leave_group(own: Callable[[int], None] | None, worker: int) -> None:
+    os.setpgrp()
+    if own is not None:
+        own(worker)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from flexrank.errors import FlexrankError, first_line, is_out_of_memory
 from flexrank.files import dtype_name, read_document, read_json
@@ -220,6 +221,8 @@ def save_model(model: Any, directory: Path) -> None:
     try:
         with quiet_loading():
             model.save_pretrained(directory)
+    except SafetensorError as error:  # its own kind, as on a full disk
+        raise FlexrankError(f"{directory}: cannot be written ({error})") from error
     finally:
         del model.__dict__["should_save_on_this_rank"]
     if attached_layers(model):
@@ -275,7 +278,6 @@ def clear_errors(name: str, source: str = "") -> Iterator[None]:
     """
     import transformers  # noqa: F401, before its dependency: where both are missing, the error names transformers
     from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
 
     try:
         yield

@@ -54,7 +54,7 @@ method gets four learning rates, tried on the tuning half, and up to six more wh
 method runs in a process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps,
 which favours methods that start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular
 values, and one set of adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD. Only
-stories260k and, with training, MiniLM, ResNet-20 and the vision transformer have been measured since MatFormer keeps
+stories260k, ResNet-20 and, with training, MiniLM and the vision transformer have been measured since MatFormer keeps
 heads longer, LayerSkip skips blocks by sample, DRONE fills its budgets, and more than two further rates are tried: in
 the other tables these rivals are weaker than they can be (docs/log.md).
 
@@ -65,10 +65,10 @@ artefact for all sizes cannot do: with flexrank's joint ranks it is ahead of all
 and pycode5m, from .6 down on ResNet-20 and from .8 down on stories260k. `refit` (`flexrank deploy RUN --budget B
 --refit`) does the same from flexrank's own components and ranks, also for one size at a time. On stories260k it is
 ahead of every method from .9 to .5; below, PIFA is ahead with one choice of ranks or another, and at .2 so is A3. On
-ResNet-20 it is ahead of every rival from .7 down, and within the standard error of .8 points above; on pycode5m it is
+ResNet-20 it is ahead of every rival from .7 down, and within the standard error of .5 points above; on pycode5m it is
 ahead of every method from .6 down, and at most .0008 nats behind above; on MiniLM it is ahead of every method at every
 budget. It needs no training, and it is also ahead of the shared weights after the short trainings below: on ResNet-20
-from .4 down (at .2 it loses 27 points and they lose 38, but of other images), on pycode5m at .5, .3 and .2, and by
+from .5 down (at .2 it loses 27 points and they lose 38), on pycode5m at .5, .3 and .2, and by
 their tables on MiniLM from .4 down; on stories260k it is far behind these. `flexrank deploy --refit` prints the quality
 of both.
 

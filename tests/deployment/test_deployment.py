@@ -210,6 +210,7 @@ def test_a_wrong_slack_is_one_line(slack):
     ("options", "message"),
     [
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; it is a torch.dtype, such as torch.bfloat16"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; factors have one of torch.float64, torch.float32"),
         ({"activations": [torch.ones(3, 12)]}, "activations is a list; it is what collect_rows returns"),
     ],
 )

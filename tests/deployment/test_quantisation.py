@@ -148,6 +148,24 @@ def test_a_head_that_is_tied_by_more_than_its_weight_stays_as_it_is(name: str, t
     assert torch.equal(outputs(kind.from_pretrained(tmp_path / "small"), batch), outputs(small, batch))
 
 
+def test_a_quantised_head_of_a_class_that_ties_by_its_whole_config(tmp_path: Path) -> None:
+    """Whisper's `get_text_config` is another object than its config."""
+    import torchao.quantization as ao
+
+    config = transformers.WhisperConfig(
+        vocab_size=64, num_mel_bins=16, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=20, pad_token_id=0,
+        decoder_start_token_id=1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = nest(transformers.WhisperForConditionalGeneration(config).eval())
+    small = deploy(model, chain_of(model).at(0.5))
+    ao.quantize_(small, ao.Int8WeightOnlyConfig())
+    small.save_pretrained(tmp_path / "small")
+    again = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / "small")
+    batch = {"input_features": torch.randn(2, 16, 40), "decoder_input_ids": torch.randint(3, 64, (2, 5))}
+    assert torch.equal(again(**batch).logits, small(**batch).logits)
+
+
 def test_a_quantised_network_without_embeddings_is_stored(tmp_path: Path) -> None:
     import torchao.quantization as ao
 

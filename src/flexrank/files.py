@@ -103,19 +103,17 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     stays = path.is_dir() and (path == Path.cwd() or path.is_mount() or not os.access(path.parent, os.W_OK))
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path if stays else path.parent))
     aside.chmod(path.stat().st_mode & 0o777 if path.is_dir() else 0o777 & ~_umask())
-    lock = os.open(aside, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # while this process lives, `clear_leftovers` of another leaves it
-        yield aside
-        for file in aside.rglob("*"):
-            file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())  # only the owner can read safetensors' files
-            _flush(file)
-        if stays:
-            _fill_directory(aside, path)
-        else:
-            _replace_directory(aside, path, markers)
+        with _held(aside):
+            yield aside
+            for file in aside.rglob("*"):
+                file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())  # safetensors' are their owner's alone
+                _flush(file)
+            if stays:
+                _fill_directory(aside, path)
+            else:
+                _replace_directory(aside, path, markers)
     finally:
-        os.close(lock)
         if aside.exists():
             shutil.rmtree(aside)
 
@@ -127,10 +125,11 @@ def _replace_directory(new: Path, path: Path, markers: Collection[str]) -> None:
         return
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
     try:
-        os.replace(path, old / path.name)
-        os.replace(new, path)
-        _keep_others(old / path.name, path, markers)
-        shutil.rmtree(old / path.name)
+        with _held(old):
+            os.replace(path, old / path.name)
+            os.replace(new, path)
+            _keep_others(old / path.name, path, markers)
+            shutil.rmtree(old / path.name)
     except BaseException:
         if not path.exists():
             os.replace(old / path.name, path)
@@ -194,10 +193,10 @@ def clear_leftovers(directory: Path) -> None:
     """Removes what killed processes left half-written, and restores a directory that one had only moved aside.
 
     Leftovers are recognised by the names that `atomic_file` and `directory_aside` give, so no other hidden file is
-    removed; nor is a directory into which a living process writes.
+    removed; nor is a directory that a living process writes or replaces. No other process may write single files there.
     """
     for path in directory.iterdir():
-        if not (name := LEFTOVER.fullmatch(path.name)) or (path.is_dir() and _is_locked(path)):
+        if not (name := LEFTOVER.fullmatch(path.name)) or (path.is_dir() and _is_held(path)):
             continue
         if name["kind"] == "old" and (path / name["of"]).exists() and not (directory / name["of"]).exists():
             os.replace(path / name["of"], directory / name["of"])
@@ -209,13 +208,30 @@ def clear_leftovers(directory: Path) -> None:
             path.unlink()
 
 
-def _is_locked(directory: Path) -> bool:
-    """Whether a process holds the lock that `directory_aside` took; the operating system drops it when one ends."""
+@contextlib.contextmanager
+def _held(directory: Path) -> Iterator[None]:
+    """Inside the block `clear_leftovers` of other processes leaves the directory, where the file system has locks.
+
+    The operating system drops the lock of a process that ends.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(directory: Path) -> bool:
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:  # its process has just renamed it
         return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(descriptor)
     return False

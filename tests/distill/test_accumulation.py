@@ -76,3 +76,23 @@ def test_accumulated_batches_weigh_as_their_tokens_do(monkeypatch: pytest.Monkey
     assert sum(halves) / 2 != pytest.approx(loss, rel=1e-2)
     assert taken(parts, Plain())[0] == pytest.approx(sum(halves) / 2, rel=1e-5)
     assert taken(parts, Own())[0] == pytest.approx(3 * sum(halves) / 2, rel=1e-5)
+
+
+def test_the_first_step_of_balanced_losses_weighs_its_batches_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a running mean yet; the losses of the two batches differ a hundredfold."""
+
+    def direction(data: list[torch.Tensor]) -> torch.Tensor:
+        model, found = nest(build("perceptron")), list[torch.Tensor]()
+
+        def keep(_: Any) -> None:
+            found.extend(one.grad.flatten() for one in model.parameters() if one.grad is not None)
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", keep)
+        settings = {"steps": 1, "accumulation": len(data), "max_norm": 1e9, "objective": FeatureObjective()}
+        distill_(model, build("perceptron"), data, [SMALL], **settings)
+        return torch.cat(found) / torch.cat(found).norm()
+
+    first, second = batches("perceptron")[:2]
+    whole = direction([torch.cat([first, 0.1 * second])])
+    for data in ([first, 0.1 * second], [0.1 * second, first]):
+        assert relative(direction(data), whole) < 1e-5

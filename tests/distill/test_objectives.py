@@ -79,6 +79,16 @@ def test_embeddings_of_an_encoder_decoder_are_of_its_decoders_tokens() -> None:
         assert float(loss) == pytest.approx(float(cosine + weight * relative), rel=1e-5)
 
 
+def test_padding_that_is_nan_is_no_part_of_an_embedding() -> None:
+    hidden, wanted, mask = torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    objective, batch = EmbeddingObjective(), {"attention_mask": mask}
+    losses = []
+    for value in (0.0, torch.nan):
+        hidden[1, 2:] = value
+        losses.append(float(objective.loss(hidden, objective.target(wanted, batch), batch)))
+    assert losses[0] == losses[1]
+
+
 def test_fisher_losses_of_embeddings_have_the_second_moment_of_the_jacobian() -> None:
     """Over many draws E[g gᵀ] of the gradient by the embedding's input is JᵀJ, here by torch's own Jacobian."""
     states, objective = torch.randn(1, 2, 3, dtype=torch.float64), EmbeddingObjective()

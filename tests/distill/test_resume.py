@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from trainings import SETTINGS, SMALL, batches, weights_of
 
 from flexrank import processes
 from flexrank.distill import distill_, state
+from flexrank.distill.interrupts import shielded
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.distill.tensors import FILE_BYTES, file_numbers
 from flexrank.errors import FlexrankError
@@ -221,6 +223,9 @@ def test_a_signal_to_the_process_group_reaches_no_worker(tmp_path: Path) -> None
         assert all(path.read_text() == path.name != str(os.getpid()) for path in (tmp_path / name).iterdir())
         assert list((tmp_path / name).iterdir()) and (tmp_path / "own 0").exists() and loader.worker_init_fn is own
         (tmp_path / "own 0").unlink()
+    with shielded(SimpleNamespace(base_dataloader=loader)):  # as accelerate wraps one
+        assert loader.worker_init_fn is not own
+    assert loader.worker_init_fn is own
 
 
 def test_torchruns_second_signal_does_not_cut_a_step_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ from flexrank.distill.schedule import Schedule
 from flexrank.distill.step import loss_scale
 from flexrank.distill.trainer import DistillationTrainer
 from flexrank.errors import FlexrankError
-from flexrank.nn.switch import nested_layers
+from flexrank.nn.select import drop_autocast_
+from flexrank.nn.switch import layer_shapes, nested_layers
+from flexrank.profiles.costs import full_ranks
 from launched import ended, started
 from tiny import batch_for, build, chain_of, elastic, relative
 
@@ -108,6 +110,25 @@ def test_in_bfloat16_the_teacher_computes_as_the_student_does(tmp_path: Path) ->
         assert seen == {("Linear", torch.bfloat16), ("NestedLinear", torch.bfloat16)}
 
 
+def test_in_bfloat16_an_evaluation_after_training_is_as_before_it(tmp_path: Path) -> None:
+    """The rate is nothing, so the weights stay; both networks compute in bfloat16, and afterwards in float32."""
+    ours, *_ = trainer(tmp_path, {"eval_dataset": rows()}, bf16=True, learning_rate=0.0, weight_decay=0.0)
+    before = ours.evaluate()["eval_loss"]
+    assert ours.model(rows()[0]["input_ids"][None]).logits.dtype == torch.float32
+    assert "forward" not in vars(ours.model)
+    ours.train()
+    assert ours.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-6)
+
+
+def test_what_a_model_had_before_accelerate_comes_back() -> None:
+    layer = torch.nn.Linear(4, 3)
+    original = torch.nn.Linear.forward
+    layer.forward = lambda x: 2 * original(layer, x)
+    expected, accelerator = layer(torch.ones(1, 4)), accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.prepare(layer)._is_accelerate_prepared and drop_autocast_(layer)
+    assert torch.equal(layer(torch.ones(1, 4)), expected) and not hasattr(layer, "_is_accelerate_prepared")
+
+
 def test_after_training_in_bfloat16_the_model_computes_in_its_own_dtype(tmp_path: Path) -> None:
     """accelerate leaves a `forward` with autocast on a model, which copies of it would have."""
     ours, _, chain = trainer(tmp_path, bf16=True)
@@ -126,6 +147,9 @@ def test_a_size_that_accelerate_has_prepared_is_deployed_and_exported_without_au
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     again = fr.deploy(accelerator.prepare(model), profile)
     assert torch.equal(again(**batch).logits, small(**batch).logits)
+    base, full = build("llama_untied"), full_ranks(layer_shapes(model))
+    whole = fr.deploy(model, full, base=accelerator.prepare(base))
+    assert torch.equal(whole(**batch).logits, build("llama_untied")(**batch).logits)
     tuned = accelerator.prepare(small)
     in_bfloat16 = tuned(**batch).logits
     assert not torch.equal(in_bfloat16, again(**batch).logits)

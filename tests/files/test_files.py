@@ -1,5 +1,6 @@
 """Files are whole or absent, whatever happens while they are written."""
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -162,6 +163,31 @@ def test_what_a_living_process_writes_is_no_leftover(tmp_path: Path) -> None:
         (aside / "x").write_text("half")
         clear_leftovers(tmp_path)
         assert (aside / "x").read_text() == "half"
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_what_a_living_process_replaces_is_not_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another command opens the place between the two renames, and while the old artefact is removed."""
+    artefact(tmp_path / "folder", "old")
+    replace = os.replace
+
+    def replaced(source: Path, target: Path) -> None:
+        clear_leftovers(tmp_path)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    artefact(tmp_path / "folder", "new")
+    assert os.listdir(tmp_path) == ["folder"] and (tmp_path / "folder" / "new").is_file()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    artefact(tmp_path / "folder", "x")
+    (tmp_path / ".folder.abcdefg2.aside").mkdir()
+    clear_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["folder"]
 
 

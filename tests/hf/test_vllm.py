@@ -302,11 +302,17 @@ def test_what_it_leaves_to_vllm_and_what_it_refuses(plugin: Any) -> None:
         plugin.registered["flexrank"].from_config({"format": 2, "layers": {}})
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "llama4", "llama4_text"])
-def test_models_whose_weights_vllm_rearranges_are_refused(plugin: Any, model_type: str) -> None:
-    """vLLM permutes every tensor below their attention layers by head, also factors, whose rows are not heads."""
-    config = config_of(plugin, {"format": 1, "layers": {}})
-    config.maybe_update_config("small/", hf_config=types.SimpleNamespace(model_type="llama"), revision=None)
-    hf_config = types.SimpleNamespace(model_type=model_type)
-    with pytest.raises(FlexrankError, match=rf"small/: vLLM rearranges the attention weights of {model_type} while"):
-        config.maybe_update_config("small/", hf_config=hf_config, revision=None)
+@pytest.mark.parametrize(
+    ("kind", "own"), [("bloom", "query_key_value"), ("llama4", "q_proj"), ("llama4_text", "k_proj")]
+)
+def test_layers_that_vllm_rearranges_are_refused(plugin: Any, kind: str, own: str) -> None:
+    """vLLM permutes every tensor below these attention layers by head, also factors, whose rows are not heads."""
+    aligned = {"form": "aligned", "shape": [8, 8], "rank": 2, "aligned": 1, "bias": False}
+    layers = {"h.0.down": aligned, f"h.0.{own}": aligned}
+    this, other = types.SimpleNamespace(model_type=kind), types.SimpleNamespace(model_type="llama")
+    config = config_of(plugin, {"format": 1, "layers": layers})
+    config.maybe_update_config("small/", hf_config=other, revision=None)
+    with pytest.raises(FlexrankError, match=f"small/: vLLM rearranges h.0.{own} of {kind} as if it were a matrix"):
+        config.maybe_update_config("small/", hf_config=this, revision=None)
+    layers[f"h.0.{own}"] = aligned | {"form": "dense"}
+    config_of(plugin, {"format": 1, "layers": layers}).maybe_update_config("small/", hf_config=this, revision=None)

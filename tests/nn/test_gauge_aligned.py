@@ -209,6 +209,16 @@ def test_a_wide_layer_at_full_rank_keeps_one_column_of_slack(slack: int | str) -
     torch.testing.assert_close(layer(x), x @ v @ u.T, rtol=1e-3, atol=1e-3)
 
 
+def test_at_full_rank_the_slack_that_is_used_is_the_one_that_was_measured() -> None:
+    """Two equal rows of U make its leading block singular; zero rows do so whatever their order."""
+    u, v, x = torch.randn(30, 30).double(), torch.randn(40, 30).double(), torch.randn(50, 40)
+    u[1] = u[0]
+    for factor in (u, torch.cat([torch.zeros(15, 30).double(), u[15:]])):
+        layer = GaugeAlignedLinear.from_factors(factor, v, dtype=torch.float32)
+        exact = x.double() @ v @ factor.T
+        assert (layer(x).double() - exact).norm() < 3e-6 * exact.norm()
+
+
 def test_rows_of_zeros_do_not_count_as_exact() -> None:
     """Every form is exact on them; the slack is then chosen on normal rows."""
     u, v = torch.randn(64, 24), torch.randn(48, 24)

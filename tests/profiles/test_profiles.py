@@ -57,6 +57,8 @@ def test_a_requested_budget_gives_the_profile_that_was_solved_for_it():
 def test_at_picks_the_smallest_within_an_error():
     assert CHAIN.at(max_error=0.5) == {"a": 2, "b": 1}
     assert CHAIN.at(max_error=0.49) == {"a": 2, "b": 3}
+    below = chain_of((1, 1, 20, -0.25, 0.4), (2, 1, 30, -0.5, None), (4, 4, 100, 0.0, None))  # of the paper's procedure
+    assert below.at(max_error=-0.5) == {"a": 2, "b": 1} and below.at(max_error=-0.25) == {"a": 1, "b": 1}
     assert CHAIN.at(1.0, max_error=0.5) == {"a": 4, "b": 4}  # a budget is spent
 
 

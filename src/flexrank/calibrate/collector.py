@@ -27,6 +27,8 @@ from flexrank.nn.matrix import (
 
 GradientLoss = Callable[[Any, Batch], Tensor]
 Side = Literal["smaller", "input"]
+#: A bias so many times as long as the products leaves them a thousandth of their digits in float32, or less.
+LONG_BIAS = 1e4
 
 
 class Collector:
@@ -153,7 +155,10 @@ class Collector:
         if outputs.dtype.itemsize < 4:  # half precision rounded the output: compute the product again
             return _product(rows, weight_matrix(layer))
         products, bias = masked_rows(output_rows(layer, outputs), masks), bias_of(layer)
-        return products if bias is None else products - bias
+        if bias is None:
+            return products
+        is_lost = bias.norm() * len(products) ** 0.5 > LONG_BIAS * (products - bias).norm()
+        return _product(rows, weight_matrix(layer)) if bool(is_lost) else products - bias
 
     def _sum(self, name: str, moment: Tensor, rows: Tensor) -> None:
         add_gram(moment, rows)

@@ -196,7 +196,8 @@ def mean_pool(hidden: Tensor, mask: Tensor | None) -> Tensor:
         pooled = pooled.mean(1)
     elif hidden.ndim != 2 and mask is not None:
         weight = mask.to(pooled.dtype).unsqueeze(-1)
-        pooled = (pooled * weight).sum(1) / weight.sum(1).clamp(min=1)
+        # Zero times NaN is NaN: padding must be cleared, not only weighted by zero.
+        pooled = pooled.masked_fill(weight == 0, 0).mul(weight).sum(1) / weight.sum(1).clamp(min=1)
     return functional.normalize(pooled, dim=-1)
 
 

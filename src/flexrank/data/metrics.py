@@ -123,8 +123,7 @@ def _require_finite(output: Tensor, batch: Batch, number: int) -> None:
 def _embedding(output: object, batch: Batch) -> Tensor:
     states = output_tensor(output)
     mask = None if states.ndim == 2 else output_mask(batch)
-    # Zero times NaN is NaN: padding must be cleared, not only weighted by zero.
-    return mean_pool(states if mask is None else states.masked_fill(~mask.unsqueeze(-1), 0), mask)
+    return mean_pool(states, mask)
 
 
 def _token_ids(batch: Batch) -> Tensor:

@@ -91,7 +91,6 @@ def deploy(
             raise FlexrankError(f"layer {name!r}: {error}") from error
     small = _copied(model, {layer: deployed[name] for name, layer in layers.items()}, device, dtype)
     drop_size_lock_(small)
-    drop_autocast_(small)
     first = next(iter(layers.values()))
     if first.chain is not None:
         small.flexrank_sizes = mark_size(first.card_sizes, first.chain, profile)
@@ -192,4 +191,6 @@ def _copied(
                 made = tensor.detach().to(device, dtype if is_cast else None, copy=True)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    drop_autocast_(copied)
+    return copied

@@ -50,15 +50,16 @@ def shielded(batches: object) -> Iterator[None]:
 
     torchrun and `timeout` send SIGTERM to a whole group; if a worker ends by it, the loader breaks the current step.
     """
-    if not isinstance(batches, DataLoader):
+    loader = getattr(batches, "base_dataloader", batches)  # of accelerate's
+    if not isinstance(loader, DataLoader):
         yield
         return
-    own = batches.worker_init_fn
-    batches.worker_init_fn = functools.partial(_leave_group, own)
+    own = loader.worker_init_fn
+    loader.worker_init_fn = functools.partial(_leave_group, own)
     try:
         yield
     finally:
-        batches.worker_init_fn = own
+        loader.worker_init_fn = own
 
 
 def _leave_group(own: Callable[[int], None] | None, worker: int) -> None:

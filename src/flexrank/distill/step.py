@@ -113,7 +113,10 @@ class Step:
         return loss
 
     def _backward(self, item: Item, mean_loss: float | None, losses: list[float], weights: list[float]) -> None:
-        """Adds this batch's loss and weight to the lists, and its gradient, scaled by its weight over the first's."""
+        """Adds this batch's loss and weight to the lists, and its gradient, scaled by its weight over the first's.
+
+        Without a mean loss, that of the step's first batch scales them all.
+        """
         rows, counts = _own_rows(item[1])
         index, batch = item[0], to_device(rows, model_device(self.model))
         with self.targets.autocast():
@@ -124,7 +127,7 @@ class Step:
         del target  # as large as the logits, and not needed in the backward pass
         losses.extend(processes.sums(float(loss.detach())))
         weights.append(weight)
-        (loss * (weight / weights[0]) / loss_scale(losses[-1], mean_loss)).backward()
+        (loss * (weight / weights[0]) / loss_scale(losses[0], mean_loss)).backward()
         self._require_same_gathers()
 
     def _require_same_gathers(self) -> None:

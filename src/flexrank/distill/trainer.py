@@ -130,13 +130,20 @@ class DistillationTrainer(transformers.Trainer):
         batch: Batch = {name: value for name, value in inputs.items() if name not in self.label_names}
         in_step = model.training
         model.eval()
-        with self.accelerator.autocast():  # as the Trainer runs its model
-            target = self._targets.of(None, batch)
-        outputs = call_model(model, batch)
+        with self.accelerator.autocast():  # the student has it already, except in an evaluation after training
+            target, outputs = self._targets.of(None, batch), call_model(model, batch)
         loss, _ = self._targets.loss(outputs, target, batch)
         if in_step:
             loss = self._scaled(loss)
         return (loss, outputs) if return_outputs else loss
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluates as the Trainer does; outside of training the model is then as it was before."""
+        try:
+            return super().evaluation_loop(*args, **options)
+        finally:
+            if not self.is_in_train:
+                drop_autocast_(self.model)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -180,12 +180,11 @@ def _untie_quantised_head_(model: Any) -> None:
     Raises FlexrankError if they still share a quantised tensor, or if the class ties more than these two: transformers
     unties all or nothing, and the files hold each shared tensor once.
     """
-    if not (tied := model.all_tied_weights_keys):
+    state, tied = model.state_dict(keep_vars=True), model.all_tied_weights_keys
+    own = {name: state[name] for pair in tied.items() for name in pair if name in state}
+    if not is_quantised(own):
         return
-    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    if not is_quantised({"head": head, "embedding": embedding}):
-        return
-    if len(tied) > 1 or head is embedding:
+    if len(tied) > 1 or len(set(map(id, own.values()))) == 1:
         tie = f"{type(model).__name__} ties {', '.join(tied)}"
         raise FlexrankError(f"{tie}, which cannot be saved quantised; leave its head and embedding unquantised")
     for config in (model.config, model.config.get_text_config(decoder=True)):

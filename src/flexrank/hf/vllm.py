@@ -24,8 +24,12 @@ from flexrank.nn.specs import FORMAT, require_format
 #: The index of each part of a fused layer, by vLLM's name for it; vLLM names gate and up by their indices.
 SHARD_INDEX = {None: 0, "q": 0, "k": 1, "v": 2}
 
-#: Models whose attention weights vLLM rearranges by head while loading, whatever their shape.
-REARRANGED = ("bloom", "llama4", "llama4_text")
+#: By model type, the layers whose weights vLLM rearranges by head while loading, whatever their shape.
+REARRANGED = {
+    "bloom": ("query_key_value",),
+    "llama4": ("q_proj", "k_proj"),
+    "llama4_text": ("q_proj", "k_proj"),
+}
 
 
 def register() -> None:
@@ -62,11 +66,11 @@ class ServedConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, **ignored: Any) -> None:
         """Raises FlexrankError for a model whose factors vLLM would rearrange as if they were matrices."""
-        if getattr(hf_config, "model_type", None) in REARRANGED:
-            raise FlexrankError(
-                f"{model_name}: vLLM rearranges the attention weights of {hf_config.model_type} while loading, so it "
-                "cannot load factors; serve an export `--to dense`"
-            )
+        kind = getattr(hf_config, "model_type", "")
+        for name in filter(self._is_aligned, self.layers):
+            if name.rpartition(".")[2] in REARRANGED.get(kind, ()):
+                right = "serve an export `--to dense`, or exclude such layers"
+                raise FlexrankError(f"{model_name}: vLLM rearranges {name} of {kind} as if it were a matrix; {right}")
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames the layers to the names that they have in vLLM's model."""

@@ -78,15 +78,16 @@ def choose_slack(
     `ERROR_FLOOR` if that is larger. The search doubles the slack, then bisects: apart from rounding, the error falls as
     slack grows.
     """
+    least = int(u.shape[0] == u.shape[1])  # without it all outputs would be aligned, which is the dense matrix
     with full_precision(u.device):  # a size is the same whatever the caller has set
-        return _least_slack(u.shape[1], _AlignmentProbe(u, v, inputs, dtype))
+        return _least_slack(u.shape[1], least, _AlignmentProbe(u, v, inputs, dtype))
 
 
-def _least_slack(rank: int, probe: "_AlignmentProbe") -> int:
+def _least_slack(rank: int, least: int, probe: "_AlignmentProbe") -> int:
     bound = ERROR_MULTIPLE * max(probe.error(rank), ERROR_FLOOR.get(probe.dtype, 0.0) / STATED_MULTIPLE)
     if bound == math.inf:  # no finite input is left, or even the plain factors overflow
         return rank
-    failed, slack = -1, 0
+    failed, slack = least - 1, least
     while slack < rank and probe.error(slack) > bound:
         failed, slack = slack, min(rank, max(1, 2 * slack))
     while slack - failed > max(1, rank // SLACK_STEPS):

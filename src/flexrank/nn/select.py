@@ -73,10 +73,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def drop_autocast_(model: nn.Module) -> dict[str, Any]:
-    """Removes the `forward` by which accelerate runs a model in mixed precision, and returns what `vars` had of it."""
+    """Removes what accelerate's `prepare` puts on a model, a `forward` in mixed precision; returns what that was."""
     own = vars(model)
-    keys = ("forward", "_original_forward", "_is_accelerate_prepared") if "_original_forward" in own else ()
-    return {key: own.pop(key) for key in keys if key in own}
+    keys = ["_is_accelerate_prepared", *["forward", "_original_forward"] * ("_original_forward" in own)]
+    dropped = {key: own.pop(key) for key in keys if key in own}
+    original = dropped.get("_original_forward")
+    if original is not None and getattr(original, "__func__", None) is not type(model).forward:
+        own["forward"] = original  # a hook's
+    return dropped
 
 
 def require_unwrapped(model: nn.Module) -> None:

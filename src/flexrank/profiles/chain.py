@@ -166,7 +166,7 @@ class ProfileChain:
             if limit is None:
                 continue
             least = min(map(measure, entries))
-            entries = [entry for entry in entries if measure(entry) <= limit * (1 + 1e-12)]
+            entries = [entry for entry in entries if measure(entry) <= limit + 1e-12 * abs(limit)]
             if not entries:
                 shown = math.ceil(least * 1e4) / 1e4 if name == "budget" else least  # rounded up, so it is enough
                 raise FlexrankError(f"{name}={limit} is too small; the least that this chain offers is {shown}")

@@ -27,7 +27,7 @@ from flexrank.nn.matrix import (
 
 GradientLoss = Callable[[Any, Batch], Tensor]
 Side = Literal["smaller", "input"]
-#: A bias so many times as long as the products leaves them a thousandth of their digits in float32, or less.
+#: Where a bias is so many times as long as the products, float32 leaves these three digits, and they are computed again.
 LONG_BIAS = 1e4
 
 

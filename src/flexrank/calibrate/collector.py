@@ -27,7 +27,7 @@ from flexrank.nn.matrix import (
 
 GradientLoss = Callable[[Any, Batch], Tensor]
 Side = Literal["smaller", "input"]
-#: Where a bias is so many times as long as the products, float32 leaves these three digits, and they are computed again.
+#: Where a bias is so many times as long as the products, float32 leaves these three digits; they are computed again.
 LONG_BIAS = 1e4
 
 

@@ -190,6 +190,8 @@ def test_layers_that_transformers_keeps_in_float32_are_deployed_so(tmp_path: Pat
     assert table.dtype == "float16" and tiny.relative(tiny.outputs(short, batch), exact) < 0.02
     by_table = fr.deploy(model, profile, dtype=torch.float16, slack=table).state_dict()
     assert all(torch.equal(value, by_table[name]) for name, value in short.state_dict().items())
-    fr.export(short, tmp_path / "short", batch)
+    short.save_pretrained(tmp_path)
+    again = t.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float16)
+    assert torch.equal(tiny.outputs(again, batch), tiny.outputs(short, batch))
     with pytest.raises(FlexrankError, match="this slack was chosen for float16; find_slack for float32"):
         fr.deploy(model, profile, slack=table)

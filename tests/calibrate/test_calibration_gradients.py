@@ -86,3 +86,15 @@ def test_fisher_draws_anew_for_each_batch_and_alike_in_each_run() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.testing.assert_close(moment / 4800, torch.eye(3).double(), rtol=0.1, atol=0.06)
     assert torch.equal(collect_moments(model, batches, layers, gradient_loss=loss)["0"].gradient_moment, moment)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float64, 1e-6)])
+def test_a_bias_that_dwarfs_the_products_leaves_their_moments(dtype: torch.dtype, bound: float) -> None:
+    """The output's side is the smaller one. Oracle: the products in float64, which need not be computed again."""
+    layer, x = nn.Linear(64, 32, dtype=dtype), torch.randn(500, 64, dtype=dtype)
+    with torch.no_grad():
+        layer.bias.mul_(1e8)
+    model = nn.Sequential(layer, nn.Linear(32, 64, dtype=dtype))
+    found = collect_moments(model, [x], select_layers(model))["0"].moment.double()
+    products = x.double() @ layer.weight.detach().double().T
+    assert (found - products.T @ products).norm() < bound * (products.T @ products).norm()

@@ -321,13 +321,6 @@ def test_files_of_parquet_without_rows_or_with_other_columns_too_are_read(tmp_pa
     assert list(open_texts("parquet", str(tmp_path), TOKENIZER).texts()) == ["a", "b", "c"]
 
 
-def test_lines_of_json_end_at_line_feeds_alone(tmp_path: Path) -> None:
-    texts = ["a\u2028b", "c\x0bd", "e\x85f", "g\rh"]
-    lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
-    (tmp_path / "a.jsonl").write_bytes(lines.encode())
-    assert list(open_texts("jsonl", str(tmp_path), TOKENIZER).texts()) == texts
-
-
 def test_what_is_raised_is_not_logged_too(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no parquet")
     logger, seen = logging.getLogger("datasets"), BufferingHandler(100)

@@ -1,5 +1,6 @@
 """Texts of files and their batches, against what is written into small files and against plain loops."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny
 from flexrank.data import text as data
+from flexrank.data.stream import open_texts
 from flexrank.errors import FlexrankError
 from flexrank.hf.models import load_tokenizer
 
@@ -139,3 +141,10 @@ def test_wrong_batches_are_one_line() -> None:
         data.sentence_batches(TOKENIZER, ["a"], 0, 8)
     with pytest.raises(FlexrankError, match="length is 0"):
         data.token_blocks(TOKENIZER, ["a"], 0)
+
+
+def test_lines_of_json_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "c\x0bd", "e\x85f", "g\rh"]
+    lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_bytes(lines.encode())
+    assert list(open_texts("jsonl", str(tmp_path), TOKENIZER).texts()) == texts

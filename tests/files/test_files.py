@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flexrank import files
 from flexrank.errors import FlexrankError
 from flexrank.files import (
     LEFTOVER,
@@ -178,6 +179,10 @@ def test_what_a_living_process_replaces_is_not_put_back(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "replace", replaced)
     artefact(tmp_path / "folder", "new")
     assert os.listdir(tmp_path) == ["folder"] and (tmp_path / "folder" / "new").is_file()
+
+
+def test_a_directory_that_was_renamed_meanwhile_is_not_this_commands(tmp_path: Path) -> None:
+    assert files._is_held(tmp_path / ".folder.abcdefg2.aside")
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import transformers as t
 import flexrank as fr
 import tiny
 from flexrank.errors import FlexrankError
+from flexrank.files import read_json
 from flexrank.hf import models
 from flexrank.hf.quantizer import match_layers
 from flexrank.nn.linalg import plain_svd
@@ -195,3 +196,13 @@ def test_layers_that_transformers_keeps_in_float32_are_deployed_so(tmp_path: Pat
     assert torch.equal(tiny.outputs(again, batch), tiny.outputs(short, batch))
     with pytest.raises(FlexrankError, match="this slack was chosen for float16; find_slack for float32"):
         fr.deploy(model, profile, slack=table)
+
+
+def test_a_config_that_transformers_does_not_have_is_not_named_by_trusted_code(tmp_path: Path) -> None:
+    class Own(t.LlamaConfig):
+        pass
+
+    small = size_of(elastic(lambda: t.LlamaForCausalLM(Own(**SMALL))), RANKS["equal"])
+    models.save_model(small, tmp_path)
+    assert "LlamaConfig" not in (code := (tmp_path / "modeling_flexrank.py").read_text()) and "Own" not in code
+    assert "AutoConfig" not in read_json(tmp_path / "config.json")["auto_map"]

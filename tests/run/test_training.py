@@ -337,3 +337,9 @@ def test_ranks_of_the_papers_algorithm_are_trained_by_default(copied: Path) -> N
     assert [entry.profile for entry in kept.requested] == [entry.profile for entry in chain.requested]
     rows = read_json(copied / "evaluation.json")["rows"]
     assert [row["budget"] for row in rows] == [0.8, 0.5]
+
+
+def test_where_models_are_kept_makes_no_stage_run_again(copied: Path) -> None:
+    assert rerun(copied, "distillation.gradient_checkpointing=true", "distillation.sharded=true") == ()
+    assert rerun(copied, "distillation.checkpoint_every=3") == ()
+    assert rerun(copied, "distillation.steps=7", until="distill") == ("distill",)

@@ -177,8 +177,7 @@ def load_elastic(
         model: the bare architecture, filled in place; needed if the artefact is not a transformers model and names no
             factory, or if you do not trust its factory.
         max_params: like `budget`, but limits the whole model's parameters; `max_bytes` limits its bytes.
-        dtype: the dtype of deployment, by which `max_bytes` counts, also where transformers keeps float32 in a copy;
-            by default the artefact's own.
+        dtype: the dtype of deployment, by which `max_bytes` counts every weight; by default the artefact's own.
 
     Raises:
         FlexrankError: a file is missing, truncated or edited, the budget is too small, or the architecture differs.

@@ -157,8 +157,10 @@ class Collector:
         products, bias = masked_rows(output_rows(layer, outputs), masks), bias_of(layer)
         if bias is None:
             return products
-        is_lost = bias.norm() * len(products) ** 0.5 > LONG_BIAS * (products - bias).norm()
-        return _product(rows, weight_matrix(layer)) if bool(is_lost) else products - bias
+        centred = products - bias
+        is_long = bias.norm() * len(centred) ** 0.5 > LONG_BIAS * centred.norm()
+        is_lost = outputs.dtype == torch.float32 and bool(is_long)
+        return _product(rows, weight_matrix(layer)) if is_lost else centred
 
     def _sum(self, name: str, moment: Tensor, rows: Tensor) -> None:
         add_gram(moment, rows)

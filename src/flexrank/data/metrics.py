@@ -30,7 +30,8 @@ def embed(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     Token states (B, T, d) are mean-pooled with the batch's mask; outputs (B, d) are only normalised. If the batches
     have an `order`, as `text.SentenceBatches` do, it restores the order of the texts.
     """
-    rows = torch.cat([_embedding(output, batch).float().cpu() for output, batch in _outputs(model, batches)])
+    outputs = _outputs(model, batches)
+    rows = torch.cat([mean_pool(output_tensor(output), output_mask(batch)).cpu() for output, batch in outputs])
     order = getattr(batches, "order", None)
     return rows if order is None else rows[torch.as_tensor(order).argsort()]
 
@@ -118,12 +119,6 @@ def _require_finite(output: Tensor, batch: Batch, number: int) -> None:
     mask = output_mask(batch)  # outputs at padding are never read, so they may be anything
     if mask is None or output.shape[:2] != mask.shape or not bool(torch.isfinite(output[mask]).all()):
         raise FlexrankError(f"batch {number}: the model's output is not finite (NaN or infinity); check its weights")
-
-
-def _embedding(output: object, batch: Batch) -> Tensor:
-    states = output_tensor(output)
-    mask = None if states.ndim == 2 else output_mask(batch)
-    return mean_pool(states, mask)
 
 
 def _token_ids(batch: Batch) -> Tensor:

@@ -33,7 +33,7 @@ from flexrank.refit import refit_
 from shared_models import RoutedBlocks, images, routed, texts, vectors
 from tiny import WordTokenizer, build, chain_of, nest
 
-STEPS, STOP = 6, 3
+STEPS, STOP = 4, 2
 #: Checkpoints of trainings that one process and four have stopped, and whether they resume sharded.
 RESUMED = (("of-1", False), ("of-1", True), ("sharded-4", True))
 

@@ -24,8 +24,8 @@ def dwarfed(big: float, seed: int, low: float = 0.0) -> SensitivityTable:
     )
 
 
-@pytest.mark.parametrize("big", [1e3, 1e8, 1e10, 1e22])
-@pytest.mark.parametrize(("seed", "low"), [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.3)])
+@pytest.mark.parametrize("big", [1e3, 1e10, 1e22])
+@pytest.mark.parametrize(("seed", "low"), [(0, 0.0), (2, 0.0), (3, 0.3)])
 def test_one_error_that_dwarfs_all_others_hides_none(big: float, seed: int, low: float) -> None:
     table = dwarfed(big, seed, low)
     for budget in BUDGETS:

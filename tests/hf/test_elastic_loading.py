@@ -179,7 +179,7 @@ def test_the_files_that_are_loaded_are_those_that_transformers_found(tmp_path: P
 
 @pytest.mark.parametrize("kind", ["elastic", "small"])
 def test_a_classifier_of_another_width_is_drawn_anew(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, verified_here: None
 ) -> None:
     """Ten classes where the artefact's factorised classifier has five."""
     model, options = saved("vit", tmp_path / "elastic"), {"num_labels": 10, "ignore_mismatched_sizes": True}

@@ -208,13 +208,13 @@ def test_the_saving_goal_is_of_the_worst_layer() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_slack_holds_its_bound_on_layers_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its first and last block, on activations that the slack was not chosen on; the paper's form is far outside."""
+    """On other activations than the slack was chosen on; the paper's form is far outside."""
     monkeypatch.setattr(gar, "JUDGED", ("bfloat16",))
     monkeypatch.setattr(gar, "SHARES", (0.25, 0.75))
-    layers = "layers.include=[encoder.layer.0, encoder.layer.5]"
-    config = load_config(Path("examples/minilm.yaml"), ["data.calibration=256", "data.training=256", layers])
+    layers = "layers.include=[encoder.layer.0.attention, encoder.layer.5.intermediate, encoder.layer.5.output]"
+    config = load_config(Path("examples/minilm.yaml"), ["data.calibration=128", "data.training=64", layers])
     rows = gar._errors(gar.Ledger(tmp_path, {}), datasvd_space(Request(tmp_path, config=config)))
-    assert len({row["layer"] for row in rows}) == 12
+    assert len({row["layer"] for row in rows}) == 6
     assert max(row["ours"] / row["plain"] for row in rows) <= 3
     assert max(row["paper"] / row["plain"] for row in rows) > 10
 

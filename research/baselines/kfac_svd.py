@@ -21,7 +21,8 @@ from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout, matri
 from research.baselines.method import Layers, Loss, split
 
 Moments = tuple[Float[Tensor, "n n"], Float[Tensor, "m m"]]
-#: The share of a sample's tokens dropped at either end, and the bounds of a gradient's norm over the mean norm.
+#: The share of a sample's tokens dropped at either end, not of an image's, and the bounds of a gradient's norm over the
+#: mean norm.
 EDGE, SHORTEST, LONGEST = 0.125, 0.1, 10.0
 #: Gradients with a norm below this share of the sample's largest are rounding, such as all those of a first token's
 #: queries. The authors' bound is an absolute 1e-10, above which rounding is scaled up too.
@@ -34,7 +35,7 @@ def moments(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Lo
     """Returns A and G of each layer over real tokens, summed in float64."""
     sums = {name: tuple(_zeros(size) for size in matrix_shape(layer)[::-1]) for name, layer in layers.items()}
     seen, device = list[tuple[str, GradientEdge]](), model_device(model)
-    masks = list[Tensor]()
+    masks, share = list[Tensor](), 0.0 if is_vision(model) else EDGE
 
     def record(name: str, inputs: Tensor, outputs: Tensor) -> None:
         rows = masked_rows(input_rows(layers[name], inputs), match_mask_layout(masks, inputs)).detach()
@@ -51,9 +52,14 @@ def moments(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Lo
             for (name, _), gradient in zip(seen, gradients, strict=True):
                 if gradient is not None:  # the loss reaches the layer
                     rows = output_rows(layers[name], gradient)
-                    sums[name][1].add_(_middle_moment(_samples(rows, masks, batch_rows(batch))).cpu())
+                    sums[name][1].add_(_middle_moment(_samples(rows, masks, batch_rows(batch)), share).cpu())
             seen.clear()
     return {name: (pair[0], pair[1]) for name, pair in sums.items()}
+
+
+def is_vision(model: nn.Module) -> bool:
+    """Returns whether the model reads images, for which the authors drop no rows and have another least share."""
+    return getattr(model, "main_input_name", None) != "input_ids"
 
 
 def _zeros(size: int) -> Tensor:
@@ -69,11 +75,11 @@ def _samples(rows: Float[Tensor, "t m"], masks: Iterable[Tensor], count: int) ->
     return list(parts)
 
 
-def _middle_moment(samples: Iterable[Float[Tensor, "t m"]]) -> Float[Tensor, "m m"]:
-    """Returns G, summed over samples."""
+def _middle_moment(samples: Iterable[Float[Tensor, "t m"]], share: float) -> Float[Tensor, "m m"]:
+    """Returns G, summed over samples, without this share of each sample's rows at either end."""
     middles = []
     for rows in samples:
-        edge = int(EDGE * len(rows))
+        edge = int(share * len(rows))
         middles.append(bounded(rows[edge : len(rows) - edge]))
     return gram_of(torch.cat(middles))
 

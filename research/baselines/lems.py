@@ -76,12 +76,13 @@ def biases(layers: Sequence[str], alpha: float, gamma: float) -> dict[str, float
     return {name: float(found.get(split_block(name)[0], 1.0)) for name in layers}
 
 
-def solved(shapes: Mapping[str, Shape], errors: Mapping[str, np.ndarray], budget: float) -> RankProfile | None:
+def solved(
+    shapes: Mapping[str, Shape], errors: Mapping[str, np.ndarray], budget: float, floor: float
+) -> RankProfile | None:
     """Returns the ranks of least Σ errors[layer][rank] whose deployed parameters are within the budget.
 
-    Solves an integer program; None if the least ranks do not fit.
+    Each layer keeps at least the share `floor` of its parameters. Solves an integer program; None if that does not fit.
     """
-    floor = 0.3 if budget >= 0.5 else 0.1
     curves = [_curve(name, shape, errors[name], floor) for name, shape in shapes.items()]
     cap = int(budget * sum(map(dense_parameters, shapes.values())))
     if sum(int(curve.parameters[0]) for curve in curves) > cap:
@@ -104,10 +105,10 @@ def _best(model: nn.Module, errors: Mapping[str, np.ndarray], budget: float, dis
     """Returns the trials' solution with which the model is nearest to the base model; None if nothing fits."""
     from scipy.stats import qmc
 
-    tried = dict[RankProfile, float]()
+    tried, floor = dict[RankProfile, float](), 0.3 if budget >= 0.5 and not kfac_svd.is_vision(model) else 0.1
     for alpha, gamma in qmc.Halton(2, scramble=False).random(TRIALS) * (ALPHAS, GAMMAS):
         bias = biases(list(errors), alpha, gamma)
-        profile = solved(layer_shapes(model), {name: bias[name] * one for name, one in errors.items()}, budget)
+        profile = solved(layer_shapes(model), {name: bias[name] * one for name, one in errors.items()}, budget, floor)
         if profile is None:
             return None
         if profile not in tried:

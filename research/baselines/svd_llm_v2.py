@@ -6,8 +6,8 @@ a loss of at most 1 has no positive logarithm, and one slightly above 1 asks to 
 published ratios are used for types where neither happens. Elsewhere the units are ours: in them the least loss of the
 type is e^`OFFSET`, and what a layer gives up is bounded. The larger the offset, the closer the ranks are to uniform.
 Of .5, 1, 2, 4, 8 and 16 the last is the best on the tuning half of pycode5m: it has 1.946 and 2.305 nats at .5 and .3,
-the published form 5.78 and 6.05, uniform ranks 1.962 and 2.371. On stories260k the published form is used everywhere.
-Several offsets are tried for each model. The authors' repository has no code of the ratios to check against.
+the published form 5.78 and 6.05, uniform ranks 1.962 and 2.371. Tried for each model are the published ratios, with our
+units where these are not sound, and our units for all types. The authors' repository has no code of the ratios.
 """
 
 import math
@@ -25,8 +25,10 @@ from flexrank.run.tables import split_block
 from research.baselines.method import Measures, RankMethod, filled_ranks, invertible, split
 from research.baselines.statistics import input_moments
 
-#: The logarithm of the least loss of a type, in our units.
+#: The logarithm of the least loss of a type, in our units where the published ratios are not sound.
 OFFSET = 16.0
+#: The offset that stands for the published ratios.
+PUBLISHED = 0.0
 #: The least loss that counts, relative to the largest of its type.
 LEAST = 1e-6
 
@@ -74,13 +76,13 @@ def relative_shares(
     return shares
 
 
-def sound_shares(losses: Mapping[str, float], removed: float, most: float, offset: float = OFFSET) -> dict[str, float]:
+def sound_shares(losses: Mapping[str, float], removed: float, most: float) -> dict[str, float]:
     """Returns the published shares if all losses have positive logarithms and none exceeds `most`, otherwise ours."""
     if min(losses.values()) > 1:
         shares = removed_shares(losses, removed)
         if max(shares.values()) <= most:
             return shares
-    return relative_shares(losses, removed, most, offset)
+    return relative_shares(losses, removed, most)
 
 
 def ranks(
@@ -88,7 +90,7 @@ def ranks(
     energies: Mapping[str, Tensor],
     budgets: Sequence[float],
     _: Measures,
-    offset: float = OFFSET,
+    offset: float = PUBLISHED,
 ) -> list[RankProfile]:
     """Returns, for each budget, ranks that give each layer its share of its own parameters, filled up to the budget."""
     return [_ranks_at(model, energies, budget, offset) for budget in budgets]
@@ -102,11 +104,12 @@ def _ranks_at(model: nn.Module, energies: Mapping[str, Tensor], budget: float, o
         types.setdefault((split_block(name)[1], shape), {})[name] = loss
     for (_, shape), losses in types.items():
         most = 1 - deployed_parameters(shape, 1) / dense_parameters(shape)
-        kept |= {name: 1 - share for name, share in sound_shares(losses, 1 - budget, most, offset).items()}
+        shares = relative_shares(losses, 1 - budget, most, offset) if offset else sound_shares(losses, 1 - budget, most)
+        kept |= {name: 1 - share for name, share in shares.items()}
     return filled_ranks(shapes, kept, budget)
 
 
 SVD_LLM_V2 = RankMethod(
     "svd-llm-v2", "Wang et al., NAACL 2025", input_moments, factors, ranks,
-    trials=tuple({"offset": offset} for offset in (OFFSET, 4.0, 8.0, 32.0)), tuned=("ranks",),
+    trials=tuple({"offset": offset} for offset in (PUBLISHED, 4.0, OFFSET, 64.0)), tuned=("ranks",),
 )  # fmt: skip

@@ -30,7 +30,7 @@ from research.benches.tuning import best_settings, trial_budgets, trial_errors
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
-COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000"), strict=True))
+COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000", "#888888"), strict=True))
 #: Ours, and the paper's.
 DECOMPOSITIONS: tuple[Method, ...] = ("fisher", "datasvd")
 #: A trial's steps over those of the comparison; how often a best rate at an edge of those tried asks for another.

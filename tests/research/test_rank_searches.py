@@ -109,7 +109,7 @@ def test_published_shares_stay_where_they_are_sound() -> None:
         assert svd_llm_v2.sound_shares(others, 0.6, most) == svd_llm_v2.relative_shares(others, 0.6, most)
     # Of offset 1 losses 1 and e have inverses 1 and 1/2, so .8 and .4; of 3 they have 1/3 and 1/4, so 24/35 and 18/35.
     for offset, expected in ((1.0, (0.8, 0.4)), (3.0, (24 / 35, 18 / 35))):
-        found = svd_llm_v2.sound_shares({"a": 1.0, "b": math.e}, 0.6, 0.9, offset)
+        found = svd_llm_v2.relative_shares({"a": 1.0, "b": math.e}, 0.6, 0.9, offset)
         assert tuple(found.values()) == pytest.approx(expected)
 
 
@@ -129,6 +129,16 @@ def test_ranks_of_svd_llm_v2_follow_the_offset() -> None:
     # With an offset beyond all losses shares are alike: 67.2 of 96 for each is rank 4, and 9 of 201 are left.
     (ranks,) = with_settings(method, {"offset": 1e9}).ranks(model, energies, [0.7], costing({}))
     assert list(ranks.values()) == [4, 4, 4]
+    # Times e the losses' logarithms are 1, 2 and 4, and the published ratios are those of offset 1.
+    energies = {name: math.e**2 * one for name, one in energies.items()}
+    for settings, expected in (
+        ({"offset": svd_llm_v2.PUBLISHED}, [3, 4, 6]),
+        ({}, [3, 4, 6]),
+        ({"offset": 1e9}, [4, 4, 4]),
+    ):
+        (ranks,) = with_settings(method, settings).ranks(model, energies, [0.7], costing({}))
+        assert list(ranks.values()) == expected
+    assert method.trials[0] == {"offset": svd_llm_v2.PUBLISHED}
 
 
 @pytest.mark.parametrize("budget", [0.8, 0.5, 0.3])
@@ -148,7 +158,7 @@ def test_the_program_finds_the_least_error_of_all_profiles(budget: float) -> Non
         profile = dict(zip(shapes, ranks, strict=True))
         if sum(parameters(shapes[name], rank) for name, rank in profile.items()) <= cap:
             best = min(best, sum(errors[name][rank] for name, rank in profile.items()))
-    found = lems.solved(shapes, errors, budget)
+    found = lems.solved(shapes, errors, budget, floor)
     assert found is not None
     assert all(found[name] in allowed[name] for name in shapes)
     assert sum(parameters(shapes[name], rank) for name, rank in found.items()) <= cap
@@ -156,7 +166,7 @@ def test_the_program_finds_the_least_error_of_all_profiles(budget: float) -> Non
 
 
 def test_a_budget_below_all_profiles_has_none() -> None:
-    assert lems.solved({"a": (8, 8)}, {"a": np.linspace(1, 0, 9)}, 0.05) is None
+    assert lems.solved({"a": (8, 8)}, {"a": np.linspace(1, 0, 9)}, 0.05, 0.1) is None
 
 
 def test_biases_of_blocks_by_hand() -> None:
@@ -198,11 +208,28 @@ def test_lems_takes_the_trial_that_is_nearest_to_the_base_model() -> None:
             asked.append(ranks)
         return sum(place * (8 - rank) for place, rank in enumerate(reversed(ranks.values()), 1)) / 100
 
+    model.main_input_name = "input_ids"
     (found,) = lems.ranks(model, energies, [0.6], Measures(distance, distance))
     assert len({tuple(ranks.values()) for ranks in asked}) == len(asked) > 1
     tried = {tuple(ranks.values()): sum((3 - i) * (8 - r) for i, r in enumerate(ranks.values())) for ranks in asked}
     assert tried[tuple(found.values())] == min(tried.values())
     assert sum(parameters(shape, found[name]) for name, shape in layer_shapes(model).items()) <= 0.6 * 288
+
+
+@pytest.mark.parametrize(
+    ("reads", "budget", "floor"), [("input_ids", 0.5, 0.3), ("input_ids", 0.4, 0.1), ("pixel_values", 0.9, 0.1)]
+)
+def test_layers_of_a_language_model_keep_more(
+    reads: str, budget: float, floor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The authors': a tenth of a layer below .5 and for images, otherwise three."""
+    (model, _), floors = elastic(), list[float]()
+    model.main_input_name = reads
+    monkeypatch.setattr(lems, "solved", lambda *arguments: floors.append(arguments[-1]))
+    names = list(nested_layers(model))
+    found = lems.ranks(model, dict.fromkeys(names, torch.ones(8)), [budget], costing(dict.fromkeys(names, 1.0)))
+    assert found == [None]
+    assert floors == [floor]
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
@@ -264,9 +291,11 @@ def test_gradients_lengths_are_bounded_by_hand() -> None:
     assert torch.equal(kfac_svd.bounded(noisy), noisy)
 
 
-def test_kfac_moments_are_of_each_samples_middle_tokens() -> None:
+@pytest.mark.parametrize(("reads", "edges"), [("input_ids", (2, 0)), ("pixel_values", (0, 0))])
+def test_kfac_moments_are_of_each_samples_middle_tokens(reads: str, edges: tuple[int, int]) -> None:
     """Oracle: autograd of one row at a time, without its padding; of 17 tokens 2 go at either end, of 7 none."""
     model, batch = build("llama_tied"), batches_of((17, 7))
+    model.main_input_name = reads
     layers, inputs, gradients = select_layers(model), dict[str, Tensor](), dict[str, Tensor]()
     sums = {name: [0.0, 0.0] for name in layers}
     handles = []
@@ -275,7 +304,7 @@ def test_kfac_moments_are_of_each_samples_middle_tokens() -> None:
         handles.append(
             layer.register_full_backward_hook(lambda *args, name=name: gradients.update({name: args[2][0][0]}))
         )
-    for row, length, edge in zip(batch["input_ids"], (17, 7), (2, 0), strict=True):
+    for row, length, edge in zip(batch["input_ids"], (17, 7), edges, strict=True):
         logits = model(input_ids=row[None, :length]).logits[0, :-1]
         nn.functional.cross_entropy(logits, row[1:length], reduction="sum").backward()
         for name in layers:

@@ -192,7 +192,7 @@ def test_adapters_have_the_authors_share_of_a_layers_width(monkeypatch: pytest.M
 #: By model, the methods that do not know it: fused queries of groups; no blocks to leave out, and no linear layers.
 UNKNOWN = {
     "phi3": {"llm-pruner", "matformer"},
-    "convnet": {"llm-pruner", "matformer", "layerskip", "svd-llm + lora", "acip"},
+    "convnet": {"llm-pruner", "matformer", "layerskip", "svd-llm + lora", "svd-llm + lora, joint", "acip"},
 }
 
 

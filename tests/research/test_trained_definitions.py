@@ -11,10 +11,11 @@ from torch import nn
 
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
+from flexrank.nn.switch import use_profile
 from research.baselines.trained import TRAINED_METHODS, layerskip, ranks
 from research.baselines.trained.llm_pruner import taylor_widths
 from research.baselines.trained.task import TrainingTask
-from tiny import outputs
+from tiny import outputs, relative
 
 
 def record_training(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -46,12 +47,24 @@ def sizes(name: str, steps: int = 40) -> list[tuple[nn.Module, int]]:
     return found
 
 
-def test_svd_llm_adapts_one_factor_and_then_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["svd-llm + lora", "svd-llm + lora, joint"])
+def test_svd_llm_adapts_one_factor_and_then_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, layers = record_training(monkeypatch), training_task().layers
-    sizes("svd-llm + lora")
+    sizes(name)
     assert [call["steps"] for call in calls] == [10] * 4 and {call["rate"] for call in calls} == {0.5}
-    for call, factor in zip(calls, "vuvu", strict=True):
+    for call, factor in zip(calls, "uvuv", strict=True):
         assert call["names"] == {f"{name}.{factor}.lora_{part}.default.weight" for name in layers for part in "AB"}
+
+
+def test_svd_llm_with_joint_ranks_starts_from_the_sizes_of_datasvd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its factors have the same optimum; a layer of full rank is deployed dense."""
+    calls, one = record_training(monkeypatch), training_task()
+    found, chain, model = sizes("svd-llm + lora, joint"), one.chain("datasvd", "joint"), one.decompose("datasvd")
+    for budget, (_, parameters), call in zip(BUDGETS, found, calls[::2], strict=True):
+        ((whole, wanted),) = ranks.at(model, chain.at(budget))
+        with use_profile(whole, chain.at(budget)):
+            assert relative(call["seen"][0], outputs(whole, BATCH)) < 1e-3  # SVD-LLM has a ridge
+        assert parameters == wanted
 
 
 def test_llm_pruner_adapts_what_is_left_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ and the best one is compared. All methods distil the base model, as ours does, a
 | flexrank | all sizes of factors weighted by gradients too, joint ranks, `balanced` | yes |
 | flexrank, printed | all sizes of DataSVD's factors, ranks and steps as the paper prints them | yes |
 | independent | the same factors and ranks as flexrank, each size separately | no |
-| svd-llm + lora | adapters on V, then on U, of SVD-LLM's factors at uniform ranks, each size separately | no |
+| svd-llm + lora | adapters on U, then on V, of SVD-LLM's factors at uniform ranks, each size separately | no |
+| svd-llm + lora, joint | the same at joint ranks | no |
 | acip | scores of singular values, then adapters that all sizes share | yes |
 | llm-pruner | adapters on the remaining heads and channels, each size separately | no |
 | matformer | all weights, at nested widths | yes |
@@ -23,11 +24,10 @@ and the best one is compared. All methods distil the base model, as ours does, a
 from research.baselines.trained.acip import ACIP
 from research.baselines.trained.layerskip import LAYERSKIP
 from research.baselines.trained.llm_pruner import LLM_PRUNER
-from research.baselines.trained.lora import SVD_LLM_LORA
+from research.baselines.trained.lora import SVD_LLM_LORA, SVD_LLM_LORA_JOINT
 from research.baselines.trained.matformer import MATFORMER
 from research.baselines.trained.ranks import INDEPENDENT, OURS, PRINTED
 from research.baselines.trained.task import TrainedMethod
 
-TRAINED_METHODS: dict[str, TrainedMethod] = {
-    method.name: method for method in (OURS, PRINTED, INDEPENDENT, SVD_LLM_LORA, ACIP, LLM_PRUNER, MATFORMER, LAYERSKIP)
-}
+_METHODS = (OURS, PRINTED, INDEPENDENT, SVD_LLM_LORA, SVD_LLM_LORA_JOINT, ACIP, LLM_PRUNER, MATFORMER, LAYERSKIP)
+TRAINED_METHODS: dict[str, TrainedMethod] = {method.name: method for method in _METHODS}

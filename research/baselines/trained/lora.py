@@ -1,11 +1,12 @@
 """SVD-LLM with its low-rank fine-tuning (Wang et al., ICLR 2025, section 3.3), and adapters for other rivals.
 
-The paper adapts one factor, then the other, with rank 8 and instruction labels; here each gets half of the steps, and
-both distil the base model. Adapters merge into the factors, so they do not change a size.
+The paper adapts U, then V, with rank 8 and instruction labels; here each gets half of the steps, and both distil the
+base model. Adapters merge into the factors, so they do not change a size. Its ranks are uniform; with flexrank's joint
+ranks, which an untrained SVD-LLM is better with too, it is a second method.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -13,7 +14,8 @@ from torch import nn
 from flexrank.nn.elastic import NestedLinear
 from flexrank.nn.matrix import is_conv1d, weight_matrix
 from flexrank.nn.select import nest_
-from flexrank.nn.switch import layer_shapes, nested_layers, set_profile
+from flexrank.nn.switch import nested_layers, set_profile
+from flexrank.profiles import RankProfile
 from research.baselines.method import NotApplicable, filled_ranks
 from research.baselines.statistics import input_moments
 from research.baselines.svd_llm import factors
@@ -51,11 +53,21 @@ def pair(layer: NestedLinear) -> nn.Sequential:
     return modules
 
 
-def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
-    """Makes each size separately: whitened factors at uniform ranks, then adapters on V, then on U."""
+def published(task: TrainingTask, settings: Settings) -> Iterator[Size]:
+    """Makes each size separately, at uniform ranks."""
+    return _sizes(task, settings, lambda budget: filled_ranks(task.layers, dict.fromkeys(task.layers, budget), budget))
+
+
+def joint(task: TrainingTask, settings: Settings) -> Iterator[Size]:
+    """Makes each size separately, at joint ranks from the sensitivity of DataSVD, whose factors are the same."""
+    return _sizes(task, settings, task.chain("datasvd", "joint").at)
+
+
+def _sizes(task: TrainingTask, settings: Settings, ranks: Callable[[float], RankProfile]) -> Iterator[Size]:
+    """Yields the whitened factors at each budget's ranks, after adapters on U, then on V."""
     whole = _whitened(task)
     for budget in task.budgets:
-        profile = filled_ranks(layer_shapes(whole), dict.fromkeys(task.layers, budget), budget)
+        profile = ranks(budget)
         ((_, parameters),) = at(whole, profile)
         if parameters > task.parameter_limit(budget):  # even at the least ranks
             yield None
@@ -66,8 +78,8 @@ def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
             assert isinstance(layer, NestedLinear)
             model.set_submodule(name, pair(layer))
         steps, rate = task.steps_per_size // 2, task.learning_rate(settings)
-        adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("v", "u")], task.seed)
-        for factor in ("v", "u"):
+        adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("u", "v")], task.seed)
+        for factor in ("u", "v"):
             adapters = trained_parameters(model, [f".{factor}.lora_"])
             task.train_(model, adapters, task.objective, steps, rate)
         yield model, parameters
@@ -86,6 +98,6 @@ def _whitened(task: TrainingTask) -> nn.Module:
     return model
 
 
-SVD_LLM_LORA = TrainedMethod(
-    "svd-llm + lora", "Wang et al., ICLR 2025", False, rates("learning_rate", 2.5e-4, 5e-4, 1e-3, 2e-3), sizes
-)
+_SOURCE, _RATES = "Wang et al., ICLR 2025", rates("learning_rate", 2.5e-4, 5e-4, 1e-3, 2e-3)
+SVD_LLM_LORA = TrainedMethod("svd-llm + lora", _SOURCE, False, _RATES, published)
+SVD_LLM_LORA_JOINT = TrainedMethod("svd-llm + lora, joint", _SOURCE, False, _RATES, joint, table="datasvd")

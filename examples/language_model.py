@@ -1,6 +1,7 @@
 """A causal language model of every size: `python examples/language_model.py MODEL TEXT`.
 
-MODEL is a directory or a hub name. TEXT is a UTF-8 file, or a folder of them, in the language that the model speaks.
+MODEL is a directory or a hub name. TEXT is a UTF-8 file, or a folder of them, in the language that the model speaks: at
+least five texts, and enough tokens for eleven batches of 16 blocks besides the fifth that is held out.
 """
 
 import argparse
@@ -25,8 +26,13 @@ def main() -> None:
     teacher, model = load_model(options.model, "language"), load_model(options.model, "language")
     tokenizer = load_tokenizer(options.model)
     texts = data.read_texts(options.text, options.separator)
-    blocks = data.token_blocks(tokenizer, texts[: len(texts) // 5 * 4], options.length, batch_size=16)
-    held_out = data.token_blocks(tokenizer, texts[len(texts) // 5 * 4 :], options.length, batch_size=16)[:8]
+    count = len(texts) // 5 * 4
+    if not count:
+        parser.error(f"TEXT holds {len(texts)} texts divided by {options.separator!r}; at least 5 are needed")
+    blocks = data.token_blocks(tokenizer, texts[:count], options.length, batch_size=16)
+    held_out = data.token_blocks(tokenizer, texts[count:], options.length, batch_size=16)[:8]
+    if len(blocks) < 11:
+        parser.error(f"TEXT fills {len(blocks)} batches of 16 blocks for training; at least 11 are needed")
 
     objective, layers = fr.LogitObjective(), fr.select_layers(model, exclude=["lm_head"])
     fr.decompose_(model, fr.collect_moments(model, blocks[:8], layers, gradient_loss=objective.fisher_loss))

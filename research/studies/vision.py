@@ -309,7 +309,7 @@ def draw(data: Mapping[str, Any]) -> Any:
 EXPERIMENT = Experiment(
     name="vision", title="A vision transformer and ResNet-20 at every size",
     shows="accuracy by budget on CIFAR-10 of ResNet-20 and of a small vision transformer (trained first, a quarter of"
-    " an hour more); the paper's own row, DINOv3 on ImageNet, is `flexrank run examples/paper/dinov3-vitl16.yaml`",
+    " an hour more); the paper's own row, DINOv3 on ImageNet, is the Python of examples/paper/README.md",
     paper="DINOv3 ViT-L/16 to ViT-7B/16 stay within 5 points of the full model down to .3 of its size; methods based"
     " on SVD alone degrade sharply after removing 20 % (section 5.2, accuracy by budget)",
     minutes=12, full_minutes=160, has_halves=True, seeds=(3, 3), run=run, draw=draw,

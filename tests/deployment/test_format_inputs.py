@@ -74,6 +74,23 @@ def test_a_model_that_memory_is_too_small_for_is_no_broken_model() -> None:
         raise RuntimeError("other")
 
 
+def test_whatever_a_library_raises_about_a_model_is_one_line(tmp_path: Path) -> None:
+    """Of files that are newer than the library, it stumbles over keys and classes."""
+    for error, words in (
+        (KeyError("mystery"), "KeyError: 'mystery'"),
+        (Exception("no variant"), "Exception: no variant"),
+    ):
+        with pytest.raises(FlexrankError, match=f"model 'new' cannot be loaded: {words}$"), models.clear_errors("new"):
+            raise error
+    with pytest.raises(ModuleNotFoundError, match="^no package$"), models.clear_errors("new"):
+        raise ModuleNotFoundError("no package")
+    tiny.build("llama_tied").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "swish9"}))
+    with pytest.raises(FlexrankError, match="cannot be loaded: KeyError: 'swish9'$"):
+        models.load_model(str(tmp_path), "language")
+
+
 def test_an_export_inside_its_source_copies_neither_itself_nor_others(tmp_path: Path) -> None:
     source = tmp_path / "small"
     deployed(tiny.build("llama_tied"), source)

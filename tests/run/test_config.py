@@ -139,6 +139,7 @@ def test_a_section_with_nothing_in_it_is_that_of_the_defaults(tmp_path: Path) ->
         ("seed=[", ["--set 'seed=['", "not YAML"]),
         ("data.revision=2024-02-30", ["--set 'data.revision=2024-02-30'", "not YAML"]),
         (f"seed={'[' * 3000}", ["not YAML"]),
+        ("data.separator=None", ["data.separator", "'None'", "write null"]),
         ("data.path=''", ["data.path is ''", "at least 1 character"]),
         ("output=''", ["output is ''", "at least 1 character"]),
     ],

@@ -169,6 +169,15 @@ def test_a_size_that_was_never_trained_is_named(copied: Path, caplog: pytest.Log
         assert (line in caplog.text) == is_said
 
 
+def test_of_a_run_without_training_no_size_is_called_untrained(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = settings(sources / "language", sources / "text.txt", tmp_path / "run")
+    values |= {"distillation": {"steps": 0}, "deployment": {"budgets": [0.9, 0.4]}, "probe": {"levels": 6}}
+    run_stages(parse_config(values), "deploy")
+    assert "trained" not in caplog.text and len(list((tmp_path / "run" / "deployed").iterdir())) == 2
+
+
 def test_sizes_are_nested_and_those_that_were_trained(finished: Path) -> None:
     chain = ProfileChain.from_json(json.loads((finished / "chain.json").read_text()))
     large, small = summary_of(finished)["rows"]

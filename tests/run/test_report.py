@@ -70,6 +70,11 @@ def test_a_table_of_an_earlier_state_is_named(copied: Path, tmp_path: Path, capl
         return line in caplog.text
 
     assert not is_named()
+    for name, stage in (("summary.json", "report"), ("sensitivity.json", "probe")):
+        text = (copied / name).read_text()
+        (copied / name).write_text(text + " ")
+        assert f"{copied / name}: was edited after `{stage}` wrote it" in refused("report", copied)
+        (copied / name).write_text(text)
     rerun(copied, "data.evaluation=8", until="evaluate")
     assert is_named()
     rerun(copied)

@@ -272,7 +272,7 @@ def verify_export(directory: str | Path, names: Collection[str] | None = None) -
 
 @contextlib.contextmanager
 def clear_errors(name: str, source: str = "") -> Iterator[None]:
-    """Turns transformers' and safetensors' errors into a FlexrankError of one line.
+    """Turns whatever transformers, tokenizers and safetensors raise about a model into a FlexrankError of one line.
 
     A `source` that is no directory is said to be looked for on the hub.
     """
@@ -281,16 +281,18 @@ def clear_errors(name: str, source: str = "") -> Iterator[None]:
 
     try:
         yield
-    except FlexrankError:
+    except (FlexrankError, ImportError):  # a missing package has a line of its own
         raise
     except StrictDataclassError as error:  # about a value of the config, which its first line does not name
         raise FlexrankError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # of a kind of config that is too new for it, a library may raise anything
         if is_out_of_memory(error):
             raise
+        has_words = isinstance(error, (OSError, ValueError, RuntimeError, SafetensorError))
+        words = first_line(error) if has_words else f"{type(error).__name__}: {first_line(error)}"
         is_remote = source and not Path(source).is_dir()
         where = "; it is no directory here, so it was looked for on the hub" if is_remote else ""
-        raise FlexrankError(f"model {name!r} cannot be loaded: {first_line(error).rstrip('.')}{where}") from error
+        raise FlexrankError(f"model {name!r} cannot be loaded: {words.rstrip('.')}{where}") from error
 
 
 @contextlib.contextmanager

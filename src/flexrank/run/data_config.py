@@ -29,6 +29,13 @@ class Section(pydantic.BaseModel):
     def _empty_is_default(cls, value: object) -> object:
         return {} if value is None else value  # YAML reads a section without keys as null
 
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _none_is_null(cls, value: object) -> object:
+        if value == "None":
+            raise ValueError("YAML reads None as text; write null")
+        return value
+
 
 class DataConfig(Section):
     """What a run reads, and the most samples that each stage takes: texts, blocks of tokens, or images."""

@@ -107,6 +107,8 @@ class Sizes:
             chosen = in_fresh_process(find_within_latency, str(self.work.directory.path), len(entries), latency)
             entries = entries[: chosen + 1]
         parameters, trained, budgets = entries[-1].parameters, self.chain.requested, self.chain.budgets
+        if not self.work.config.distillation.steps:  # nothing was trained, and no size is worse for it
+            return entries[-1].profile
         if parameters > trained[-1].parameters:
             log.warning("this size exceeds the largest trained budget, %g: some parts are untrained", budgets[-1])
         if parameters < trained[0].parameters:

@@ -250,9 +250,9 @@ def _flush(path: Path) -> None:
 
 
 def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+    """Reads the process's umask from Linux's /proc: `os.umask` returns it only by changing it, for all threads."""
+    lines = Path("/proc/self/status").read_text(encoding="utf8").splitlines()
+    return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
 
 
 def digest_json(value: Any) -> str:

@@ -40,6 +40,7 @@ def test_both_forms_give_sentences_and_score(tmp_path: Path) -> None:
         ("a.jsonl", '{"sentence1": "a", "sentence2": "b", "score": true}', "line 1 is no pair"),
         ("a.jsonl", '{"sentence1": "a", "sentence2": " ", "score": 1}', "line 1 is no pair"),
         ("a.jsonl", f'{{"sentence1": "a", "sentence2": "b", "score": {10**400}}}', "line 1 is no pair"),
+        ("a.jsonl", f'{{"sentence1": "a", "sentence2": "b", "score": {"9" * 5000}}}', "line 1 is no pair"),
         ("a.jsonl", "\n" + "[" * 100_000, "line 2 is no pair"),
         ("a.jsonl", "", "scores of its 0 pairs do not differ; a correlation needs two different ones"),
         ("a.tsv", f"{LINE.format(score=1)}\n" * 2, "scores of its 2 pairs do not differ"),

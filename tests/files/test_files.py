@@ -116,15 +116,17 @@ def test_the_digest_of_json_is_that_of_its_text_with_sorted_keys() -> None:
         digest_json(float("nan"))
 
 
-def test_others_may_read_a_directory_as_the_umask_says(tmp_path: Path) -> None:
-    """safetensors writes files that only their owner reads."""
+def test_others_may_read_a_directory_as_the_umask_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors writes files that only their owner reads; the umask is not touched, for it is of all threads."""
     before = os.umask(0o022)
     try:
+        monkeypatch.setattr(os, "umask", lambda _: pytest.fail("changes it for all threads"))
         with directory_aside(tmp_path / "new", "x") as aside:
             (aside / "deep").mkdir()
             (aside / "x").touch(0o600)
             (aside / "deep" / "y").touch(0o600)
     finally:
+        monkeypatch.undo()
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").rglob("*")}
     assert modes == {"x": 0o644, "deep": 0o755, "y": 0o644}

@@ -58,13 +58,16 @@ def test_svd_llm_adapts_one_factor_and_then_the_other(name: str, monkeypatch: py
 
 def test_svd_llm_with_joint_ranks_starts_from_the_sizes_of_datasvd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its factors have the same optimum; a layer of full rank is deployed dense."""
-    calls, one = record_training(monkeypatch), training_task()
-    found, chain, model = sizes("svd-llm + lora, joint"), one.chain("datasvd", "joint"), one.decompose("datasvd")
-    for budget, (_, parameters), call in zip(BUDGETS, found, calls[::2], strict=True):
-        ((whole, wanted),) = ranks.at(model, chain.at(budget))
-        with use_profile(whole, chain.at(budget)):
-            assert relative(call["seen"][0], outputs(whole, BATCH)) < 1e-3  # SVD-LLM has a ridge
-        assert parameters == wanted
+    calls, whole, asked = record_training(monkeypatch), training_task(steps=40), list[Any]()
+    chain, model = whole.chain("datasvd", "joint"), whole.decompose("datasvd")
+    one = dataclasses.replace(whole, chain=lambda *names: asked.append(names) or chain)
+    found = list(TRAINED_METHODS["svd-llm + lora, joint"].sizes(one, {"learning_rate": 0.5}))
+    for budget, size, call in zip(BUDGETS, found, calls[::2], strict=True):
+        ((elastic, parameters),) = ranks.at(model, chain.at(budget))
+        assert size is not None and size[1] == parameters
+        with use_profile(elastic, chain.at(budget)):
+            assert relative(call["seen"][0], outputs(elastic, BATCH)) < 1e-3  # SVD-LLM has a ridge
+    assert asked == [("datasvd", "joint")] and TRAINED_METHODS["svd-llm + lora, joint"].table == "datasvd"
 
 
 def test_llm_pruner_adapts_what_is_left_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:

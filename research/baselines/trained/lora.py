@@ -12,13 +12,11 @@ import torch
 from torch import nn
 
 from flexrank.nn.elastic import NestedLinear
-from flexrank.nn.matrix import is_conv1d, weight_matrix
-from flexrank.nn.select import nest_
+from flexrank.nn.matrix import is_conv1d
 from flexrank.nn.switch import nested_layers, set_profile
 from flexrank.profiles import RankProfile
 from research.baselines.method import NotApplicable, filled_ranks
-from research.baselines.statistics import input_moments
-from research.baselines.svd_llm import factors
+from research.baselines.svd_llm import SVD_LLM
 from research.baselines.trained.ranks import at
 from research.baselines.trained.task import Settings, Size, TrainedMethod, TrainingTask, rates, trained_parameters
 
@@ -91,10 +89,7 @@ def _whitened(task: TrainingTask) -> nn.Module:
     for name, layer in layers.items():
         if isinstance(layer, nn.Conv2d):
             raise NotApplicable(f"layer {name!r} is a convolution; adapters here are of linear layers")
-    moments = input_moments(model, task.calibration, layers, lambda output, batch: output)
-    for name, layer in layers.items():
-        weight = weight_matrix(layer).detach().cpu().double()
-        nest_(model, name, factors(weight, moments[name]))
+    SVD_LLM.decompose_(model, task.calibration, layers, lambda output, batch: output)
     return model
 
 

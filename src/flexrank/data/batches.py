@@ -18,9 +18,9 @@ Batch = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
 OUTPUTS = ("logits", "last_hidden_state")
 #: Several processes compare their first batch, then one in this many: loaders may diverge later, as on another pass.
 COMPARED_EVERY = 100
-#: What a batch is, for error messages.
 #: The images and sounds that transformers' models read.
 SIGNALS = ("pixel_values", "input_values", "input_features")
+#: What a batch is, for error messages.
 KINDS = "a tensor for model(x), a tuple or list for model(*batch), or a mapping for model(**batch)"
 
 

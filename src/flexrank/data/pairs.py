@@ -49,7 +49,7 @@ def _fields(path: Path) -> Iterator[tuple[int, list[Any]]]:
 def _values(line: str) -> list[Any]:
     try:
         value = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # an integer of thousands of digits too
         return []
     return [value[key] for key in KEYS if key in value] if isinstance(value, dict) else []
 

@@ -48,10 +48,9 @@ retrieval among STS sentences (*mrr*) says nothing, because nearly every method 
 **Trained.** All methods see the same number of training tokens in total; a method that trains each size separately
 splits them among its sizes. At equal training time, each method gets the number of steps that fits into flexrank's
 training time, by its own speed at equal tokens. *At its best* (stories260k), each size that is trained separately has
-all the steps.
-Times are process times. The probe, which chooses ranks once and does not grow with training, has its own column and is
-in no training time; ACIP, LLM-Pruner and MatFormer learn their order within theirs. *±* is the standard deviation over
-seeds; a row without it has one seed, and differences below such a ± elsewhere decide nothing. Each
+all the steps. Times are process times. The probe, which chooses ranks once and does not grow with training, has its own
+column and is in no training time; ACIP, LLM-Pruner and MatFormer learn their order within theirs. *±* is the standard
+deviation over seeds; a row without it has one seed, and differences below such a ± elsewhere decide nothing. Each
 method gets four learning rates, tried on the tuning half, and up to six more while the best one is at an edge. Each
 method runs in a process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps,
 which favours methods that start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular
@@ -69,14 +68,13 @@ A3 make one model per size, and PIFA refits each layer to the outputs of the com
 artefact for all sizes cannot do: with flexrank's joint ranks it is ahead of all nested methods from .4 down on MiniLM
 and pycode5m, from .6 down on ResNet-20 and from .8 down on stories260k. `refit` (`flexrank deploy RUN --budget B
 --refit`) does the same from flexrank's own components and ranks, also for one size at a time; components keep their
-weights, and biases are fitted too. On stories260k it is
-ahead of every method from .9 to .5; below, PIFA is ahead with one choice of ranks or another, and at .2 so is A3. On
-ResNet-20 it is ahead of every rival from .7 down, and within the standard error of .5 points above; on pycode5m it is
-ahead of every method from .6 down, and at most .0008 nats behind above; on MiniLM it is ahead of every method at every
-budget. It needs no training, and it is also ahead of the shared weights after the short trainings below: on ResNet-20
-from .5 down (at .2 it loses 27 points and they lose 38), on pycode5m at .5, .3 and .2, and by
-their tables on MiniLM from .4 down; on stories260k it is far behind these. `flexrank deploy --refit` prints the quality
-of both.
+weights, and biases are fitted too. On stories260k it is ahead of every method from .9 to .5; below, PIFA is ahead with
+one choice of ranks or another, and at .2 so is A3. On ResNet-20 it is ahead of every rival from .7 down, and within the
+standard error of .5 points above; on pycode5m it is ahead of every method from .6 down, and at most .0008 nats behind
+above; on MiniLM it is ahead of every method at every budget. It needs no training, and it is also ahead of the shared
+weights after the short trainings below: on ResNet-20 from .5 down (at .2 it loses 27 points and they lose 38), on
+pycode5m at .5, .3 and .2, and by their tables on MiniLM from .4 down; on stories260k it is far behind these. `flexrank
+deploy --refit` prints the quality of both.
 
 Among trained rivals, nested widths (`matformer` in the tables) lead on stories260k from .5 down, and at .7 and .6 by
 less than flexrank's ± over three seeds (in *ablation* below); at .2 LLM-Pruner and ACIP are ahead too, and with ACIP at
@@ -88,7 +86,9 @@ shared weights pay for the small ones. With all steps for each size, which are e
 printed and separate training are within 14 of 5,000 images of each other from .9 to .3: the standard error is 32
 images. Of methods with one artefact flexrank is first at every budget from .8 down on MiniLM, pycode5m, the vision
 transformer and ResNet-20 (where its printed form is the only other one), and not on the two small Llamas, stories260k
-and babyllama.
+and babyllama. One rate serves all sizes, also where each is trained by itself: on babyllama the best one over all sizes
+hardly moves flexrank as printed and `svd-llm + lora, joint`, though larger ones are better from .5 down, and worse from
+.8 up.
 
 **What each part of consolidation is worth** (`python -m research ablation`, also with `--config`): flexrank by its
 defaults, and without one part at a time, from the same factors and ranks, at equal steps and at one learning rate. On

@@ -73,7 +73,7 @@ def test_the_best_of_the_rates_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_
     separate = [name for name, method in TRAINED_METHODS.items() if not method.is_one_artefact]
     small = [name for name, method in TRAINED_METHODS.items() if "learning_rate" in method.trials[0]]
     trials, finals = ([one for one in asked if one[3] == half] for half in ("tuning", "reporting"))
-    assert len(small) == 3 and {one[2:5] for one in trials} == {(0, "tuning", 0.5)}
+    assert len(small) == 4 and {one[2:5] for one in trials} == {(0, "tuning", 0.5)}
     for method, is_alone in itertools.product(TRAINED_METHODS, (False, True)):
         tried, chosen = (
             [rate_of(one[1]) for one in some if (one[0], one[5]) == (method, is_alone)] for some in (trials, finals)
@@ -118,7 +118,7 @@ def test_tables_and_claims_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         not among["holds"]
         and among["here"] == "behind at 0.8 0.5; most at 0.8, by 0.5 nats to layerskip, of 4 that apply"
     )
-    assert alone["holds"] and alone["here"] == "behind at none, of 3 that apply"
+    assert alone["holds"] and alone["here"] == "behind at none, of 4 that apply"
     assert compare_trained.draw(result["data"]).axes
 
 

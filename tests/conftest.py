@@ -1,6 +1,5 @@
 """What all tests share: two processes of a thread each, a fixed seed, and the real models and data if there are any."""
 
-import gc
 import os
 import shutil
 from pathlib import Path
@@ -37,10 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no Chromium here; Debian's package is chromium"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()  # what the imports have made stays, and is not searched in every collection of garbage
 
 
 @pytest.fixture(autouse=True, scope="module")

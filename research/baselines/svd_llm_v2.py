@@ -27,7 +27,7 @@ from research.baselines.statistics import input_moments
 
 #: The logarithm of the least loss of a type, in our units where the published ratios are not sound.
 OFFSET = 16.0
-#: The offset that stands for the published ratios.
+#: The offset that asks for the published ratios.
 PUBLISHED = 0.0
 #: The least loss that counts, relative to the largest of its type.
 LEAST = 1e-6

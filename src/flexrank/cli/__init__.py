@@ -280,11 +280,11 @@ def report(
     from flexrank.run.config import load_config
     from flexrank.run.page import is_page
     from flexrank.run.report import write_comparison, write_report
-    from flexrank.run.runner import warn_of_old_report
+    from flexrank.run.runner import check_report
 
     directories = [one if one.is_dir() else load_config(one).directory for one in runs]
     for directory in directories:
-        warn_of_old_report(directory)
+        check_report(directory)
     if len(directories) == 1:
         if output is not None:
             raise FlexrankError("--output is the page of several runs; that of one is RUN/report.html")

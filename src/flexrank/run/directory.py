@@ -123,16 +123,21 @@ class RunDirectory:
         record = self._read_record(stage)
         if record.get("fingerprint") != fingerprint or not self._is_whole(record):
             return False
-        for name in self._edited(record):
+        self.require_unedited(stage)
+        return True
+
+    def require_unedited(self, stage: str) -> None:
+        """Raises FlexrankError if a file that the stage wrote was edited or truncated since; a missing one passes."""
+        for name in self._edited(self._read_record(stage)):
             made = f"was edited after `{stage}` wrote it; delete {self.path / Path(name).parts[0]} to make it again"
             raise FlexrankError(f"{self.path / name}: {made}")
-        return True
 
     def _is_whole(self, record: Mapping[str, Any]) -> bool:
         return all((self.path / name).exists() for name in record.get("files", ()))
 
     def _edited(self, record: Mapping[str, Any]) -> list[str]:
-        return [name for name, mark in record.get("files", {}).items() if mark not in (None, _mark(self.path / name))]
+        marks = {name: mark for name, mark in record.get("files", {}).items() if (self.path / name).exists()}
+        return [name for name, mark in marks.items() if mark not in (None, _mark(self.path / name))]
 
     @contextlib.contextmanager
     def replacing(self, stage: str) -> Iterator[None]:

@@ -247,19 +247,15 @@ def _fingerprint(
     return fingerprint(stage.name, config, stage.keys, needs, codes.get(stage.name) or stage.code, read)
 
 
-def warn_of_old_report(path: Path) -> None:
-    """Warns if stages of a run that its summary was made from have run again since with other settings.
-
-    Raises:
-        FlexrankError: the summary or the probe's table was edited since.
-    """
+def check_report(path: Path) -> None:
+    """Raises FlexrankError if a run's summary or probe was edited; warns if stages have other settings since."""
     directory = RunDirectory(path)
     if not (path / "stages").is_dir():  # the summary alone
         return
     config, codes = load_config(path), directory.codes()
     prints = {name: directory.fingerprint_of(name) for name in stage_names()}
     for name in ("probe", "report"):
-        directory.is_finished(name, prints[name] or "")
+        directory.require_unedited(name)
     read = _values_beside_keys(config)
     for stage in STAGES[1:]:  # the first reads model and data, which may be elsewhere now
         if prints[stage.name] != _fingerprint(stage, config, prints, codes, read.get(stage.name)):

@@ -58,7 +58,7 @@ def moments(model: nn.Module, batches: Sequence[Batch], layers: Layers, loss: Lo
 
 
 def is_vision(model: nn.Module) -> bool:
-    """Returns whether the model reads images, for which the authors drop no rows and have another least share."""
+    """Returns whether the model reads no tokens but images, of which the authors drop no rows."""
     return getattr(model, "main_input_name", None) != "input_ids"
 
 

@@ -101,13 +101,14 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
         raise FlexrankError(f"{path}: is a file; choose another name for the directory")
     path.parent.mkdir(parents=True, exist_ok=True)
     stays = path.is_dir() and (path == Path.cwd() or path.is_mount() or not os.access(path.parent, os.W_OK))
+    allowed = ~_umask()
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path if stays else path.parent))
-    aside.chmod(path.stat().st_mode & 0o777 if path.is_dir() else 0o777 & ~_umask())
+    aside.chmod(path.stat().st_mode & 0o777 if path.is_dir() else 0o777 & allowed)
     try:
         with _held(aside):
             yield aside
             for file in aside.rglob("*"):
-                file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())  # safetensors' are their owner's alone
+                file.chmod((0o777 if file.is_dir() else 0o666) & allowed)  # safetensors' are their owner's alone
                 _flush(file)
             if stays:
                 _fill_directory(aside, path)

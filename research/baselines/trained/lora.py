@@ -1,8 +1,8 @@
 """SVD-LLM with its low-rank fine-tuning (Wang et al., ICLR 2025, section 3.3), and adapters for other rivals.
 
 The paper adapts U, then V, with rank 8 and instruction labels; here each gets half of the steps, and both distil the
-base model. Adapters merge into the factors, so they do not change a size. Its ranks are uniform; with flexrank's joint
-ranks, which an untrained SVD-LLM is better with too, it is a second method.
+base model. Adapters merge into the factors, so they do not change a size. The paper's ranks are uniform; flexrank's
+joint ranks, with which the untrained factors are better, make a second method.
 """
 
 import copy

@@ -51,16 +51,19 @@ training time, by its own speed at equal tokens. *At its best* (stories260k), ea
 all the steps. Times are process times. The probe, which chooses ranks once and does not grow with training, has its own
 column and is in no training time; ACIP, LLM-Pruner and MatFormer learn their order within theirs. *±* is the standard
 deviation over seeds; a row without it has one seed, and differences below such a ± elsewhere decide nothing. Each
-method gets four learning rates, tried on the tuning half, and up to six more while the best one is at an edge. Each
-method runs in a process of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps,
-which favours methods that start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular
-values, and one set of adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD.
+method gets four learning rates, tried on the tuning half, and more while a best one is at an edge. One rate serves all
+sizes of one artefact; a size that is trained separately has the rate that is best for it. Each method runs in a process
+of its own, whose time and peak memory are shown. The trainings are short, 160 to 320 steps, which favours methods that
+start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular values, and one set of
+adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD.
 
 **Rivals that are weaker here than they can be** (docs/log.md): pycode5m, and MiniLM without training, were measured
 before DRONE filled its budgets, MatFormer kept heads longer, LayerSkip skipped blocks by sample, and more than two
 further rates were tried. Before babyllama's tables, SVD-LLM's adapters were at uniform ranks alone, on V before U. In
 all training-free tables SVD-LLM V2's four trials are one where its published ratios are sound, and on ResNet-20 LEMS
-has its settings for texts.
+has its settings for texts. No table yet has separately trained sizes at rates of their own: one rate serves all of
+them too. On babyllama the best one over all sizes hardly moves `svd-llm + lora, joint`, though larger ones are better
+from .5 down, and worse from .8 up.
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and
@@ -86,9 +89,8 @@ shared weights pay for the small ones. With all steps for each size, which are e
 printed and separate training are within 14 of 5,000 images of each other from .9 to .3: the standard error is 32
 images. Of methods with one artefact flexrank is first at every budget from .8 down on MiniLM, pycode5m, the vision
 transformer and ResNet-20 (where its printed form is the only other one), and not on the two small Llamas, stories260k
-and babyllama. One rate serves all sizes, also where each is trained by itself: on babyllama the best one over all sizes
-hardly moves flexrank as printed and `svd-llm + lora, joint`, though larger ones are better from .5 down, and worse from
-.8 up.
+and babyllama. One rate for all sizes is a compromise: on babyllama the best one hardly moves flexrank as printed,
+though larger ones are better from .5 down.
 
 **What each part of consolidation is worth** (`python -m research ablation`, also with `--config`): flexrank by its
 defaults, and without one part at a time, from the same factors and ranks, at equal steps and at one learning rate. On

@@ -2,10 +2,11 @@
 
 Each part, a method with its rate and a seed, runs in its own process, whose seconds and peak memory are shown with its
 quality. Seconds are CPU time of the process, which other work on the machine hardly changes. Rates are tried on the
-tuning half, four for each method, and more while the best is the smallest or the largest; the reporting half is scored
-with the rate whose distance from the base model is least, as a geometric mean over budgets. Where each size is trained
-by itself for all steps, that rate, its half and its double are tried at two budgets. Finished parts are not repeated. A
-method that does not know the model's architecture has no row of numbers, and the table says why.
+tuning half, four for each method, and more while a best one is the smallest or the largest. The reporting half is
+scored with the rate whose distance from the base model is least, as a geometric mean over budgets; a size that is
+trained by itself has the rate that is best for it. Where such a size has all steps, these rates, their halves and their
+doubles are tried at two budgets. Finished parts are not repeated. A method that does not know the model's architecture
+has no row of numbers, and the table says why.
 """
 
 import dataclasses
@@ -22,11 +23,11 @@ from flexrank.decompose import Method
 from research import figures
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
-from research.baselines.trained.task import Settings
+from research.baselines.trained.task import Size, TrainedMethod, TrainingTask
 from research.benches.tasks import format_base_score, shown_measures
 from research.benches.training_benchmarks import TrainingBenchmark, find_training_benchmark, training_benchmarks
 from research.benches.training_free import WHOLE, base_parameters, millions_at
-from research.benches.tuning import best_settings, trial_budgets, trial_errors
+from research.benches.tuning import best_trial, trial_budgets, trial_errors
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
@@ -43,6 +44,8 @@ PANELS = {
     BEST: "all steps for each size",
 }
 Unit = dict[str, Any]
+#: A learning rate for each budget, largest first.
+Rates = tuple[float, ...]
 
 
 def run(request: Request) -> Result:
@@ -71,15 +74,15 @@ def _measure(benchmark: TrainingBenchmark, request: Request) -> dict[str, Any]:
     parameters = ledger.take("parameters", lambda: base_parameters(benchmark.subject_and_batches(0, "reporting")[0]))
     units = {f"tables, seed {seed}": (*arguments, seed) for seed in range(request.seeds)}
     sensitivities = list(ledger.take_all(units, sensitivity_unit, request.jobs).values())
-    first_rates = {name: method.trials for name, method in TRAINED_METHODS.items()}
+    first_rates = {name: _first_rates(method, len(benchmark.budgets)) for name, method in TRAINED_METHODS.items()}
     trials = _tune(benchmark, ledger, request, sensitivities[0], first_rates)
-    best = {name: best_settings(some) for name, some in trials.items()}
+    best = {name: _best_rates(some, not TRAINED_METHODS[name].is_one_artefact) for name, some in trials.items()}
     results: dict[str, dict[str, list[Unit]]] = {}
     for panel in PANELS:
         if panel == BEST:
             alone = _tune(benchmark, ledger, request, sensitivities[0], _rates_alone(best), is_alone=True)
             trials |= {f"{name}, {BEST}": some for name, some in alone.items()}
-            best |= {name: best_settings(some) for name, some in alone.items()}
+            best |= {name: _best_rates(some, by_size=False) for name, some in alone.items()}
         shares = _step_shares(results[TOKENS]) if panel == TIME else dict.fromkeys(best, 1.0)
         results[panel] = _measure_methods(ledger, request, benchmark.name, best, sensitivities, panel, shares)
     return {
@@ -100,13 +103,18 @@ def _step_shares(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
     return {name: round(seconds["flexrank"] / seconds.get(name, seconds["flexrank"]), 2) for name in results}
 
 
-def _rates_alone(best: Mapping[str, Settings]) -> dict[str, list[Settings]]:
-    """Returns half of the best rate, the rate and its double, for the methods that train each size by itself."""
-    separate = {name: settings for name, settings in best.items() if not TRAINED_METHODS[name].is_one_artefact}
-    return {
-        name: [{key: factor * rate for key, rate in settings.items()} for factor in (0.5, 1.0, 2.0)]
-        for name, settings in separate.items()
-    }
+def _first_rates(method: TrainedMethod, sizes: int) -> list[Rates]:
+    return [(rate,) * sizes for settings in method.trials for rate in settings.values()]
+
+
+def _rates_alone(best: Mapping[str, Rates]) -> dict[str, list[Rates]]:
+    """Returns half of the best rates, the rates and their doubles, for the methods that train each size by itself."""
+    separate = {name: rates for name, rates in best.items() if not TRAINED_METHODS[name].is_one_artefact}
+    return {name: [_scaled(rates, factor) for factor in (0.5, 1.0, 2.0)] for name, rates in separate.items()}
+
+
+def _scaled(rates: Rates, factor: float) -> Rates:
+    return tuple(factor * rate for rate in rates)
 
 
 def _tune(
@@ -114,55 +122,79 @@ def _tune(
     ledger: Ledger,
     request: Request,
     sensitivity: Unit,
-    wanted: Mapping[str, Sequence[Settings]],
+    wanted: Mapping[str, Sequence[Rates]],
     is_alone: bool = False,
 ) -> dict[str, list[Any]]:
-    """Returns the settings tried of each method, with their mean distances from the base model on the tuning half."""
+    """Returns the rates tried of each method, with its errors on the tuning half."""
     base = ledger.take("base, tuning half", _base_scores, benchmark, "tuning")[benchmark.measure]
-    tried: dict[str, list[Any]] = {name: [] for name in wanted}
+    tried: dict[str, dict[Rates, Any]] = {name: {} for name in wanted}
 
-    def unit(name: str, settings: Settings) -> str:
-        return f"{name}, trial of {_rate(settings):g}" + f", {BEST}" * is_alone
+    def unit(name: str, rates: Rates) -> str:
+        return f"{name}, trial of {_format_rates(rates)}" + f", {BEST}" * is_alone
 
     for _ in range(1 + WIDENINGS):
         units = {
-            unit(name, settings): (
-                request, benchmark.name, name, settings, 0, "tuning", TRIAL_SHARE, is_alone, sensitivity,
+            unit(name, rates): (
+                request, benchmark.name, name, rates, 0, "tuning", TRIAL_SHARE, is_alone, sensitivity,
             )
             for name, some in wanted.items()
-            for settings in some
+            for rates in some
         }  # fmt: skip
         done = ledger.take_all(units, method_unit, request.jobs)
         for name, some in wanted.items():
-            found = [done[unit(name, settings)] for settings in some]
-            pairs = zip(some, found, strict=True)
-            tried[name] += [{"settings": dict(settings), "rows": one["rows"]} for settings, one in pairs]
-            errors = trial_errors(base, benchmark.measure, [one["rows"] for one in tried[name]])
-            tried[name] = [{**one, "error": error} for one, error in zip(tried[name], errors, strict=True)]
-        wanted = {name: _next_trials(some) for name, some in tried.items()}
-    return {name: [{key: one[key] for key in ("settings", "error")} for one in some] for name, some in tried.items()}
+            tried[name] |= {rates: done[unit(name, rates)]["rows"] for rates in some}
+        trials = {name: _trials(some, base, benchmark.measure) for name, some in tried.items()}
+        wanted = {
+            name: _next_rates(some, by_size=not (is_alone or TRAINED_METHODS[name].is_one_artefact))
+            for name, some in trials.items()
+        }
+    return trials
 
 
-def _rate(settings: Settings) -> float:
-    (rate,) = settings.values()
-    return rate
+def _trials(tried: Mapping[Rates, Sequence[Any]], base: float, measure: str) -> list[dict[str, Any]]:
+    """Returns, from the rows by rates, the rates, each size's error and their mean, as `trial_errors` has it."""
+    means = trial_errors(base, measure, list(tried.values()))
+    return [
+        {"rates": rates, "errors": [row and _as_error(measure, row["scores"]) for row in rows], "error": mean}
+        for (rates, rows), mean in zip(tried.items(), means, strict=True)
+    ]
 
 
-def _next_trials(tried: Sequence[Mapping[str, Any]]) -> list[Settings]:
-    """Returns the rate beyond the best one if that is at an edge; none for a method without sizes."""
-    best = best_settings(tried)
+def _format_rates(rates: Rates) -> str:
+    return " ".join(f"{rate:g}" for rate in (rates if len(set(rates)) > 1 else rates[:1]))
+
+
+def _best_rates(tried: Sequence[Mapping[str, Any]], by_size: bool) -> Rates:
+    """Returns the rates of the best trial, or for each size the rate of its own best trial."""
+    return tuple(one["rates"][place] for place, one in enumerate(_best_trials(tried, by_size)))
+
+
+def _next_rates(tried: Sequence[Mapping[str, Any]], by_size: bool) -> list[Rates]:
+    """Returns the rates beyond those best ones that are at an edge of the tried; none for a method without sizes."""
     if all(one["error"] is None for one in tried):
         return []
-    all_rates, (name,) = [_rate(one["settings"]) for one in tried], best
-    edges = {min(all_rates): 0.5, max(all_rates): 2.0}
-    return [{name: best[name] * edges[best[name]]}] if best[name] in edges else []
+    best = {one["rates"] for one in _best_trials(tried, by_size)}
+    rates = sorted(one["rates"] for one in tried)  # each is a multiple of the others
+    return [_scaled(edge, factor) for edge, factor in ((rates[0], 0.5), (rates[-1], 2.0)) if edge in best]
+
+
+def _best_trials(tried: Sequence[Mapping[str, Any]], by_size: bool) -> list[Mapping[str, Any]]:
+    """Returns the best trial for each size, which is one for all unless `by_size`."""
+    places = range(len(tried[0]["rates"]))
+    return [_best_trial_at(tried, place) if by_size else best_trial(tried) for place in places]
+
+
+def _best_trial_at(tried: Sequence[Mapping[str, Any]], place: int) -> Mapping[str, Any]:
+    """Returns the best trial of one size; that of all sizes if no trial has it."""
+    known = [one for one in tried if one["errors"][place] is not None]
+    return min(known, key=lambda one: one["errors"][place]) if known else best_trial(tried)
 
 
 def _measure_methods(
     ledger: Ledger,
     request: Request,
     model: str,
-    best: Mapping[str, Settings],
+    best: Mapping[str, Rates],
     sensitivities: Sequence[Any],
     panel: str,
     shares: Mapping[str, float],
@@ -170,16 +202,16 @@ def _measure_methods(
     """Returns each seed's results by method, at its share of the steps; what equals equal tokens is not repeated."""
 
     def unit(name: str, seed: int) -> str:
-        at = f"at {_rate(best[name]):g}, seed {seed}"
+        at = f"at {_format_rates(best[name])}, seed {seed}"
         if panel == TIME and shares[name] != 1.0:  # the share may change with other seeds' seconds
             return f"{name}, {panel}, {shares[name]:g} of the steps, {at}"
         return f"{name}, {BEST if panel == BEST and not TRAINED_METHODS[name].is_one_artefact else TOKENS}, {at}"
 
     units = {
         unit(name, seed): (
-            request, model, name, settings, seed, "reporting", shares[name], panel == BEST, sensitivities[seed],
+            request, model, name, rates, seed, "reporting", shares[name], panel == BEST, sensitivities[seed],
         )
-        for (name, settings), seed in itertools.product(best.items(), range(request.seeds))
+        for (name, rates), seed in itertools.product(best.items(), range(request.seeds))
     }  # fmt: skip
     done = ledger.take_all(units, method_unit, request.jobs)
     return {name: [done[unit(name, seed)] for seed in range(request.seeds)] for name in best}
@@ -204,7 +236,7 @@ def method_unit(
     request: Request,
     name: str,
     method: str,
-    settings: Settings,
+    rates: Rates,
     seed: int,
     half: Half,
     step_share: float,
@@ -216,6 +248,7 @@ def method_unit(
     If it does not apply to the model, the rows are None, and the result says why.
     """
     benchmark = find_training_benchmark(request, name)
+    rate_of = dict(zip(benchmark.budgets, rates, strict=True))
     if full_steps and half == "tuning":
         benchmark = dataclasses.replace(benchmark, budgets=trial_budgets(benchmark.budgets))
     subject, batches = benchmark.subject_and_batches(seed, half)
@@ -225,7 +258,7 @@ def method_unit(
     dense, others = sum(m * n for m, n in task.layers.values()), task.parameter_limit(0)
     rows, seconds, start = [], 0.0, time.process_time()
     try:
-        for size in TRAINED_METHODS[method].sizes(task, settings):
+        for size in _sizes(TRAINED_METHODS[method], task, rate_of):
             seconds += time.process_time() - start
             rows.append(
                 None
@@ -237,6 +270,13 @@ def method_unit(
         return {"rows": [None] * len(benchmark.budgets), "obstacle": str(reason)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"rows": rows, "seconds": seconds + time.process_time() - start, "peak_bytes": peak}
+
+
+def _sizes(method: TrainedMethod, task: TrainingTask, rates: Mapping[float, float]) -> Iterator[Size]:
+    """Yields the method's sizes; those at one rate, all of a method of one artefact, are made by one call."""
+    (name,) = method.trials[0]
+    for rate, budgets in itertools.groupby(task.budgets, rates.__getitem__):
+        yield from method.sizes(dataclasses.replace(task, budgets=list(budgets)), {name: rate})
 
 
 def _as_error(measure: str, scores: Mapping[str, float]) -> float:

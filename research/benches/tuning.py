@@ -55,7 +55,12 @@ def _settings(methods: Iterable[str]) -> Iterator[tuple[str, Settings]]:
 
 def best_settings(trials: Sequence[Mapping[str, Any]]) -> Settings:
     """Returns the settings of least error, the first of equal ones."""
-    return min(trials, key=_error_of)["settings"]
+    return best_trial(trials)["settings"]
+
+
+def best_trial(trials: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the trial of least error, the first of equal ones."""
+    return min(trials, key=_error_of)
 
 
 def format_settings(settings: Settings) -> str:

@@ -3,20 +3,23 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flexrank import FlexrankError
 from flexrank.run.config import parse_config
 from research import runner
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
+from research.baselines.trained.task import TrainingTask
 from research.benches import compare_trained, training_benchmarks, tuning
-from research.benches.compare_trained import _next_trials, method_unit, run, sensitivity_unit
+from research.benches.compare_trained import _next_rates, _sizes, method_unit, run, sensitivity_unit
 from research.experiment import Ledger, Request, find_experiment
 from research.page import write_pages
 from research.result import shown_rows
@@ -33,19 +36,23 @@ class FakeBenchmark:
         return None, None
 
 
-def rate_of(chosen: dict[str, float]) -> float:
-    (rate,) = chosen.values()
-    return rate
+def fake(
+    monkeypatch: pytest.MonkeyPatch, scores: dict[str, float], best: tuple[float, float] = (1.0, 1.0)
+) -> list[tuple[Any, ...]]:
+    """In place of training: nats by method, more by a thousandth of a size's distance from its best rate.
 
-
-def fake(monkeypatch: pytest.MonkeyPatch, scores: dict[str, float]) -> list[tuple[Any, ...]]:
-    """In place of training: nats by method, less the default rate's tenth, and what was asked for."""
+    Returns what was asked for.
+    """
     asked: list[tuple[Any, ...]] = []
 
-    def trained(request: Request, name: str, method: str, chosen: Any, seed: int, half: str, *rest: Any) -> Any:
-        asked.append((method, dict(chosen), seed, half, *rest[:2]))
-        nats = scores.get(method, 5.0) + seed + abs(rate_of(chosen) - 1.0) / 1000
-        rows: list[Any] = [{"parameters": int(100 * b), "share": b, "scores": {"nats": nats + 1 - b}} for b in BUDGETS]
+    def trained(request: Request, name: str, method: str, rates: Any, seed: int, half: str, *rest: Any) -> Any:
+        asked.append((method, rates, seed, half, *rest[:2]))
+        nats = scores.get(method, 5.0) + seed
+        errors = [nats + abs(rate - own) / 1000 + 1 - b for rate, own, b in zip(rates, best, BUDGETS, strict=True)]
+        rows: list[Any] = [
+            {"parameters": int(100 * b), "share": b, "scores": {"nats": error}}
+            for b, error in zip(BUDGETS, errors, strict=True)
+        ]
         if method == "layerskip":
             rows[1] = None
         return {"rows": rows, "seconds": 2.0, "peak_bytes": 3_000_000}
@@ -70,13 +77,14 @@ def test_the_best_of_the_rates_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_
     asked = fake(monkeypatch, {})
     result = run(Request(tmp_path, seeds=2, jobs=0))
     json.dumps(result)
+    assert all(one[1] == one[1][:1] * 2 for one in asked)
     separate = [name for name, method in TRAINED_METHODS.items() if not method.is_one_artefact]
     small = [name for name, method in TRAINED_METHODS.items() if "learning_rate" in method.trials[0]]
     trials, finals = ([one for one in asked if one[3] == half] for half in ("tuning", "reporting"))
     assert len(small) == 4 and {one[2:5] for one in trials} == {(0, "tuning", 0.5)}
     for method, is_alone in itertools.product(TRAINED_METHODS, (False, True)):
         tried, chosen = (
-            [rate_of(one[1]) for one in some if (one[0], one[5]) == (method, is_alone)] for some in (trials, finals)
+            [one[1][0] for one in some if (one[0], one[5]) == (method, is_alone)] for some in (trials, finals)
         )
         if not is_alone:
             assert sorted(tried) == [tried[0] * 2**power for power in range(10 if method in small else 4)]
@@ -95,14 +103,64 @@ def test_the_best_of_the_rates_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_
     assert {one[2:4] for one in asked} == {(2, "reporting")} and len(asked) == len(TRAINED_METHODS) + len(separate)
 
 
+def test_a_size_that_is_trained_by_itself_has_its_own_best_rate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The larger size is best at .3, the smaller one at 5; all have four trials around .25 to 2, or smaller ones.
+
+    One rate for both would be .5. With all steps, half of these rates and their doubles are tried, and are worse.
+    """
+    asked = fake(monkeypatch, {}, (0.3, 5.0))
+    result = run(Request(tmp_path, seeds=1, jobs=0))
+    finals = {(one[0], one[5]): one[1] for one in asked if one[3] == "reporting"}
+    assert finals["independent", False] == (0.25, 4.0) and finals["flexrank", False] == (0.5, 0.5)
+    tried = [one[1] for one in asked if one[3] == "tuning" and one[0] == "independent" and not one[5]]
+    assert tried == [(0.25,) * 2, (0.5,) * 2, (1.0,) * 2, (2.0,) * 2, (0.125,) * 2, (4.0,) * 2, (8.0,) * 2]
+    alone = [one[1] for one in asked if one[3] == "tuning" and one[0] == "independent" and one[5]]
+    assert alone == [(0.125, 2.0), (0.25, 4.0), (0.5, 8.0)] and finals["independent", True] == (0.25, 4.0)
+    errors = [0.2 + 5.0 + 0.05 / 1000, 0.5 + 5.0 + 4.75 / 1000]
+    kept = result["data"]["tiny"]["trials"]["independent"][0]
+    assert kept["rates"] == (0.25, 0.25) and kept["errors"] == pytest.approx(errors)
+    assert kept["error"] == pytest.approx(sum(math.log(error - 1) for error in errors) / 2)
+
+
 def test_a_best_rate_at_an_edge_asks_for_the_next() -> None:
     def following(*errors: float | None) -> list[Any]:
         pairs = zip((0.5, 1.0, 2.0, 4.0), errors, strict=True)
-        return _next_trials([{"settings": {"times_usual": rate}, "error": error} for rate, error in pairs])
+        return _next_rates([{"rates": (rate, rate), "error": error} for rate, error in pairs], by_size=False)
 
-    assert following(-2.0, -1.0, 0.0, 1.0) == [{"times_usual": 0.25}]
-    assert following(None, -1.0, 0.0, -1.5) == [{"times_usual": 8.0}]
+    assert following(-2.0, -1.0, 0.0, 1.0) == [(0.25, 0.25)]
+    assert following(None, -1.0, 0.0, -1.5) == [(8.0, 8.0)]
     assert following(0.0, -1.0, 0.0, 1.0) == following(None, None, None, None) == []
+
+
+def test_sizes_of_their_own_ask_for_rates_at_both_edges() -> None:
+    """A size that no trial has goes by the error of all sizes."""
+
+    def following(*errors: tuple[float | None, float | None]) -> list[Any]:
+        pairs = zip((1.0, 2.0, 4.0), errors, strict=True)
+        tried = [{"rates": (r, r), "errors": both, "error": float(r == 2.0)} for r, both in pairs]
+        return _next_rates(tried, by_size=True)
+
+    assert following((3.0, 9.0), (4.0, 8.0), (5.0, 7.0)) == [(0.5, 0.5), (8.0, 8.0)]
+    assert following((3.0, 3.0), (2.0, 2.5), (3.0, 2.7)) == []
+    assert following((9.0, None), (8.0, None), (8.5, None)) == [(0.5, 0.5)]  # the least error of all is at the first
+
+
+def test_sizes_at_one_rate_are_made_together() -> None:
+    """By hand: three rates in turn for four budgets."""
+    calls: list[Any] = []
+
+    def sizes(task: Any, settings: Any) -> Any:
+        calls.append((task.budgets, dict(settings)))
+        yield from task.budgets
+
+    method = dataclasses.replace(TRAINED_METHODS["independent"], sizes=sizes)
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(TrainingTask)), None)
+    task = TrainingTask(**fields | {"budgets": [0.9, 0.8, 0.5, 0.2]})  # type: ignore[arg-type]
+    rates = {0.9: 0.5, 0.8: 0.5, 0.5: 1.0, 0.2: 0.5}
+    assert list(_sizes(method, task, rates)) == [0.9, 0.8, 0.5, 0.2]
+    assert calls == [([0.9, 0.8], {"times_usual": 0.5}), ([0.5], {"times_usual": 1.0}), ([0.2], {"times_usual": 0.5})]
 
 
 def test_tables_and_claims_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,7 +218,7 @@ def test_a_method_that_does_not_apply_has_no_numbers_and_says_why(
         if method == "acip":
             return {"rows": [None, None], "obstacle": "layer 'a' is a convolution"}
         done = trained(request, name, method, *rest)
-        if method == "matformer" and rest[0]["times_usual"] == 1.0:
+        if method == "matformer" and rest[0][0] == 1.0:
             done["rows"] = [None, None]  # no size is so small at the rate that would be the best
         return done
 
@@ -183,7 +241,10 @@ def test_an_obstacle_is_what_a_part_returns(monkeypatch: pytest.MonkeyPatch, tmp
             return types.SimpleNamespace(score=None), []
 
         def training_task(self, *_: Any) -> Any:
-            return types.SimpleNamespace(layers={"a": (2, 3)}, parameter_limit=lambda budget: 1)
+            empty = dict.fromkeys((field.name for field in dataclasses.fields(TrainingTask)), None)
+            return TrainingTask(
+                **empty | {"layers": {"a": (2, 3)}, "teacher": torch.nn.Linear(3, 2), "budgets": BUDGETS}
+            )
 
     def sizes(*_: Any) -> Any:
         raise NotApplicable("no stack of blocks")
@@ -192,7 +253,7 @@ def test_an_obstacle_is_what_a_part_returns(monkeypatch: pytest.MonkeyPatch, tmp
     method = dataclasses.replace(TRAINED_METHODS["matformer"], sizes=sizes)
     monkeypatch.setattr(training_benchmarks, "training_benchmarks", lambda request: [Blank()])
     monkeypatch.setitem(TRAINED_METHODS, "matformer", method)
-    unit = method_unit(Request(tmp_path), "tiny", "matformer", {}, 0, "reporting", 1.0, False, {"tables": {}})
+    unit = method_unit(Request(tmp_path), "tiny", "matformer", (1.0, 1.0), 0, "reporting", 1.0, False, {"tables": {}})
     assert unit == {"rows": [None, None], "obstacle": "no stack of blocks"}
 
 
@@ -218,7 +279,7 @@ def test_any_configuration_is_trained_on(task: str, sources: Path, tmp_path: Pat
     (benchmark,) = training_benchmarks.training_benchmarks(request)
     sensitivity = sensitivity_unit(request, benchmark.name, 0)
     method = "independent"
-    unit = method_unit(request, benchmark.name, method, {"times_usual": 1.0}, 0, "reporting", 0.25, False, sensitivity)
+    unit = method_unit(request, benchmark.name, method, (1.0, 1.0), 0, "reporting", 0.25, False, sensitivity)
     assert [row["share"] <= budget for row, budget in zip(unit["rows"], (0.8, 0.5), strict=True)] == [True, True]
     assert unit["peak_bytes"] > 1e8 and unit["seconds"] > 0
     counts, own = list[int](), TRAINED_METHODS[method]
@@ -231,7 +292,7 @@ def test_any_configuration_is_trained_on(task: str, sources: Path, tmp_path: Pat
         patch.setitem(TRAINED_METHODS, method, dataclasses.replace(own, sizes=sizes))
         patch.setattr(tuning, "BUDGETS", (0.5,))
         for half, budgets in (("tuning", 1), ("reporting", 2)):  # a size with all the steps; its trials have one budget
-            parts = method_unit(request, benchmark.name, method, {"times_usual": 1.0}, 0, half, 0.5, True, sensitivity)
+            parts = method_unit(request, benchmark.name, method, (1.0, 1.0), 0, half, 0.5, True, sensitivity)
             assert len(parts["rows"]) == budgets and counts[-1] == benchmark.steps // 2
     (first, _), (second, _) = (benchmark.subject_and_batches(0, half) for half in ("tuning", "reporting"))
     assert first.score(first.teacher) != second.score(second.teacher) or task == "embedding"

@@ -5,8 +5,9 @@ parameters of its deployed form, or None if the method has no size that small. T
 model, calibration, training batches, and the number of steps of all sizes together. A method that trains each size
 separately has `steps_per_size` for each.
 
-Each method has four rates. They are tried on the tuning half, with more while the best is the smallest or the largest,
-and the best one is compared. All methods distil the base model, as ours does, also those whose papers train on labels.
+Each method has four rates. They are tried on the tuning half, with more while a best one is the smallest or the
+largest. The best one is compared, and for sizes that are trained separately the best one of each. All methods distil
+the base model, as ours does, also those whose papers train on labels.
 
 | name | what it trains | one artefact |
 |---|---|---|

@@ -30,7 +30,7 @@ from research.baselines.trained.task import TrainingTask
 from research.benches import images, language, sts
 from research.benches.quality import Subject, chain_of
 from research.benches.tasks import task_measure
-from research.benches.training_free import config_for_half, require_comparable
+from research.benches.training_free import CONFIG_MEASURES, config_subject, require_comparable
 from research.experiment import EVERY_RANK, Request
 from research.studies.language import identity_of
 from research.studies.vision import NETWORKS
@@ -161,15 +161,7 @@ def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
         needed = "a comparison trains sizes below 1, for at least 2 steps each"
         raise FlexrankError(f"distillation.steps is {settings.steps}, for {len(budgets)} budgets below 1; {needed}")
 
-    def subject_and_batches(seed: int, half: Half) -> tuple[Subject, Iterable[Batch]]:
-        workspace = Workspace(config_for_half(config, half, seed), RunDirectory(request.work))
-        base, samples = workspace.base.float(), workspace.samples
-        measure = task_measure(workspace, request)[0] if half == "reporting" else workspace.measure_quality
-        parts = samples.calibration, samples.probe, workspace.objective(), measure  # trials need no tasks
-        return Subject(base, *parts, config.layers.exclude), samples.training
-
     space = Workspace(config, RunDirectory(request.work))
-    measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
     is_language = config.task == "language"
     forward_context = {
         "language": lambda *models: hidden_states(*models),
@@ -178,8 +170,8 @@ def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
     facts = identity_of(config, ("task", "model", "seed", "data", "layers", "distillation"))
     facts |= task_measure(space, request)[1]
     return TrainingBenchmark(
-        config.name, measures[config.task], 4, budgets, settings.steps, settings.learning_rate or UNTRIED,
-        config.probe.levels, facts, subject_and_batches,
+        config.name, CONFIG_MEASURES[config.task], 4, budgets, settings.steps, settings.learning_rate or UNTRIED,
+        config.probe.levels, facts, functools.partial(config_subject, request, config),
         space.objective(settings.weight_of_hidden_states), space.objective(), next_token_loss if is_language else None,
         forward_context.get(config.task, lambda *_: contextlib.nullcontext()), settings.autocast,
     )  # fmt: skip

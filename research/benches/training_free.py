@@ -5,13 +5,14 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from flexrank import distillation_evaluator, probe_sensitivity
+from flexrank.data.batches import Batch
 from flexrank.data.halves import Half
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective
 from flexrank.errors import FlexrankError
@@ -57,6 +58,8 @@ SIZE_METHOD_NAMES = (*SIZE_METHODS, REFIT)
 ALLOCATIONS = ("published", "paper", "joint")
 #: The first row of a table.
 WHOLE = "whole model at the budget, M parameters"
+#: Which of a run's qualities tables and figure show, by its task.
+CONFIG_MEASURES = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
 #: Probed ranks of a layer; a method's own search chooses among all ranks.
 LEVELS = ProbeConfig().levels
 
@@ -316,19 +319,14 @@ def _config_benchmark(request: Request, config: RunConfig) -> Benchmark:
     require_comparable(config)
 
     def subject(seed: int) -> Subject:
-        workspace = Workspace(config_for_half(config, request.half, seed), RunDirectory(request.work))
-        base, samples = workspace.base.float(), workspace.samples
-        measure = task_measure(workspace, request)[0] if request.half == "reporting" else workspace.measure_quality
-        parts = samples.calibration, samples.probe, workspace.objective(), measure  # trials need no tasks
-        return Subject(base, *parts, config.layers.exclude)
+        return config_subject(request, config, seed, request.half)[0]
 
     space = Workspace(config, RunDirectory(request.work))
-    measures = {"language": "nats_per_token", "embedding": "cosine", "classification": "accuracy"}
     loss = next_token_loss if config.task == "language" else space.objective().fisher_loss
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
     facts = identity_of(config, ("task", "model", "seed", "data", "layers")) | task_measure(space, request)[1]
     facts |= {"temperature": config.distillation.temperature}
-    return Benchmark(config.name, measures[config.task], 4, budgets, config.probe.levels, facts, subject, loss)
+    return Benchmark(config.name, CONFIG_MEASURES[config.task], 4, budgets, config.probe.levels, facts, subject, loss)
 
 
 def require_comparable(config: RunConfig) -> None:
@@ -339,7 +337,15 @@ def require_comparable(config: RunConfig) -> None:
         raise FlexrankError(f"data.half is {config.data.half}; leave it out, settings are tried on the tuning half")
 
 
-def config_for_half(config: RunConfig, half: Half, seed: int) -> RunConfig:
-    """Returns the configuration scored on this half, with another draw of its samples."""
+def config_subject(request: Request, config: RunConfig, seed: int, half: Half) -> tuple[Subject, Iterable[Batch]]:
+    """Returns the configuration's model, in float32, scored on this half, and the batches to train on.
+
+    The seed is added to the configuration's. On the tuning half lm-eval's tasks are not scored.
+    """
     data = config.data.model_copy(update={"half": half})
-    return config.model_copy(update={"seed": config.seed + seed, "data": data})
+    seeded = config.model_copy(update={"seed": config.seed + seed, "data": data})
+    workspace = Workspace(seeded, RunDirectory(request.work))
+    base, samples = workspace.base.float(), workspace.samples
+    measure = task_measure(workspace, request)[0] if half == "reporting" else workspace.measure_quality
+    parts = samples.calibration, samples.probe, workspace.objective(), measure
+    return Subject(base, *parts, config.layers.exclude), samples.training

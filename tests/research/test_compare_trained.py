@@ -118,6 +118,8 @@ def test_a_size_that_is_trained_by_itself_has_its_own_best_rate(
     assert tried == [(0.25,) * 2, (0.5,) * 2, (1.0,) * 2, (2.0,) * 2, (0.125,) * 2, (4.0,) * 2, (8.0,) * 2]
     alone = [one[1] for one in asked if one[3] == "tuning" and one[0] == "independent" and one[5]]
     assert alone == [(0.125, 2.0), (0.25, 4.0), (0.5, 8.0)] and finals["independent", True] == (0.25, 4.0)
+    units = json.loads(next(tmp_path.glob("*/units.json")).read_text())["units"]
+    assert "independent, equal tokens, at 0.25 4, seed 0" in units and "flexrank, equal tokens, at 0.5, seed 0" in units
     errors = [0.2 + 5.0 + 0.05 / 1000, 0.5 + 5.0 + 4.75 / 1000]
     kept = result["data"]["tiny"]["trials"]["independent"][0]
     assert kept["rates"] == (0.25, 0.25) and kept["errors"] == pytest.approx(errors)

@@ -48,7 +48,7 @@ def test_a_resumed_loop_counts_what_was_done_but_not_its_time(capsys: pytest.Cap
     for _ in progress.track(range(90, 100), "distilling", start=90):
         clock.sleep(60)
     assert lines(capsys)[:3] == [
-        "distilling: 100 steps",
+        "distilling: 100 steps, from 90 on",
         "distilling: 91 of 100, 0:09:00 left",
         "distilling: 92 of 100, 0:08:00 left",
     ]

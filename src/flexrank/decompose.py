@@ -19,7 +19,7 @@ from flexrank.hf.models import mark_elastic
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.linalg import Factors, data_svd, full_precision, half_shrunk, plain_svd, whitened_svd
 from flexrank.nn.matrix import matrix_shape, weight_matrix
-from flexrank.nn.select import ParentSlot, nest_, parent_slots, require_layers, require_unwrapped
+from flexrank.nn.select import ParentSlot, nest_, parent_slots, require_layers, require_listed, require_unwrapped
 from flexrank.nn.switch import footprint, full_profile, layer_shapes
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
 from flexrank.profiles.costs import Shape, dense_parameters
@@ -48,6 +48,7 @@ def decompose_(
         FlexrankError: the method is unknown, a moment that it needs is missing, or values are not finite.
     """
     require_unwrapped(model)
+    require_listed(moments=moments)
     given = moments if isinstance(moments, Mapping) else dict[str, LayerMoment]()
     has_gradients = any(getattr(one, "gradient_moment", None) is not None for one in given.values())
     method = _chosen(method, has_gradients)
@@ -96,6 +97,7 @@ def decompose_to_disk(
         on_layer: called with each layer's name, elastic form and moments, in the process that decomposes it.
     """
     method = _chosen(method, gradient_loss is not None)
+    require_listed(layers=layers)
     placement = Placement(model, device, dtype)
     with directory_aside(directory, *MARKERS) if processes.is_first() else contextlib.nullcontext() as aside:
         writer = None if aside is None else ElasticWriter(model, aside, tokenizer, dtype, shard_bytes)

@@ -42,7 +42,7 @@ def _track_in_log(items: Iterable[T], description: str, total: int | None, start
     def say(what: str) -> None:
         print(f"{description}: {what}", file=sys.stderr, flush=True)
 
-    say(f"{total if total is not None else 'some'} steps")
+    say(f"{total if total is not None else 'some'} steps" + f", from {start} on" * (start > 0))
     began = latest = time.monotonic()
     for count, item in enumerate(items, 1):
         yield item

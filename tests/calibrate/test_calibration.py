@@ -269,10 +269,13 @@ def test_wrong_inputs_are_named() -> None:
         collect_moments(encoder, [batch], select_layers(encoder))
     with pytest.raises(FlexrankError, match="at least one batch"):
         collect_rows(model, [], layers)
-    with pytest.raises(FlexrankError, match="layer 'extra' did not run on any batch"):
-        collect_rows(model, [torch.randn(2, 12)], layers | {"extra": nn.Linear(3, 3)})
-    with pytest.raises(FlexrankError, match="layer 'extra' did not run"):
-        collect_moments(model, [torch.randn(2, 12)], layers | {"extra": nn.Linear(3, 3)})
+    unused = build("perceptron")
+    unused[1].add_module("extra", nn.Linear(3, 3))
+    for collect in (collect_moments, collect_rows):
+        with pytest.raises(FlexrankError, match="layer '1.extra' did not run on"):
+            collect(unused, [torch.randn(2, 12)], select_layers(unused))
+        with pytest.raises(FlexrankError, match="layer '0' is of another model; call select_layers on this one"):
+            collect(unused, [torch.randn(2, 12)], layers)
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with pytest.raises(FlexrankError, match="layer '0': the weight holds values that are not finite"):

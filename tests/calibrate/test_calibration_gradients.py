@@ -7,6 +7,7 @@ from torch import nn
 
 from flexrank.calibrate import collect_moments, collector
 from flexrank.distill.objectives import FeatureObjective
+from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
 
 LAYERS = {
@@ -73,6 +74,35 @@ def test_gradients_of_a_part_that_is_scaled_in_place_are_those_before_it() -> No
     moment = collect_moments(model, [x], select_layers(model), gradient_loss=lambda y, _: y.sum())["qkv"]
     gradient = torch.tensor([0.25] * 4 + [2.0] * 4 + [3.0] * 4).double()
     torch.testing.assert_close(moment.gradient_moment, 14 * torch.outer(gradient, gradient))
+
+
+def test_a_checkpointed_part_counts_once() -> None:
+    """It runs again in the backward pass. Oracle: the same model without checkpoints."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.utils.checkpoint.checkpoint(lambda y: self[1](self[0](y)), x, use_reentrant=False)
+            return self[2](hidden)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(30, 6)
+    expected, found = (
+        collect_moments(one, [x, 2 * x], select_layers(one), gradient_loss=lambda y, _: y.square().sum())
+        for one in (model, Checkpointed(*model))
+    )
+    for name in ("0", "2"):
+        assert found[name].tokens == expected[name].tokens == 60
+        torch.testing.assert_close(found[name].moment, expected[name].moment)
+        torch.testing.assert_close(found[name].gradient_moment, expected[name].gradient_moment)
+
+
+def test_a_model_of_inference_mode_is_refused_where_gradients_are_needed() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(6, 5))
+    assert collect_moments(model, [torch.randn(7, 6)], select_layers(model))["0"].tokens == 7
+    wanted = "parameter '0.weight' is of torch.inference_mode; load or copy the model outside of it"
+    with pytest.raises(FlexrankError, match=wanted):
+        collect_moments(model, [torch.randn(7, 6)], select_layers(model), gradient_loss=lambda y, _: y.sum())
 
 
 def test_fisher_draws_anew_for_each_batch_and_alike_in_each_run() -> None:

@@ -25,6 +25,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Path, bytes
     ("arguments", "part"),
     [
         ([], "give CONFIG; without one there is --calibrate-plan"),
+        (["tiny.json", "--output", "new.json"], "--output belongs to --calibrate-plan"),
         (["tiny.json", "--calibrate-plan"], "--calibrate-plan measures the machine, and takes no CONFIG"),
         (["--calibrate-plan", "--output", "nowhere/plan.json"], "--output nowhere/plan.json: no such directory"),
         (

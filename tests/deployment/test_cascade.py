@@ -165,11 +165,31 @@ def test_calibration_drops_nothing_and_leaves_modes_as_they_were() -> None:
     assert small.training and small[1].training and not large.training
 
 
+@pytest.mark.parametrize("scale", [torch.tensor(2.0), torch.tensor([2.0]), torch.full((1, 3), 2.0)])
+def test_rows_are_those_of_the_logits_whatever_comes_first(scale: Tensor) -> None:
+    """Oracle: the large model on all rows; a tensor that all rows share stays whole."""
+
+    class Scaled(nn.Linear):
+        def forward(self, scale: Tensor, x: Tensor) -> Tensor:
+            return super().forward(x) * scale
+
+    small, large, x = Scaled(4, 3), Scaled(4, 3), torch.randn(5, 4)
+    with torch.no_grad():
+        margins = small(scale, x).topk(2).values
+    order = (margins[:, 0] - margins[:, 1]).argsort(descending=True)
+    threshold = float((margins[:, 0] - margins[:, 1])[order[2]])
+    expected = torch.empty(5, 3)
+    expected[order] = torch.where((torch.arange(5) < 2)[:, None], small(scale, x)[order], large(scale, x)[order])
+    torch.testing.assert_close(Cascade(small, large, threshold)(scale=scale, x=x), expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"loss": 0.0}, "loss is 0.0; it is a probability between 0 and 1"),
         ({"loss": 0.1, "confidence_level": 1.0}, "confidence_level is 1.0; it is a probability"),
+        ({"loss": "a"}, "loss is 'a'; it is a probability"),
+        ({"loss": 0.1, "batches": torch.randn(3, 4)}, "batches is a Tensor; it is a list of batches"),
         ({"loss": 0.1, "batches": []}, "there are no batches"),
         ({"loss": 0.1, "batches": [torch.full((3, 4), math.nan)]}, "batch 1: logits are not finite"),
         ({"loss": 0.1, "large": nn.Linear(4, 5)}, r"batch 1: the logits are \(3, 3\) and \(3, 5\)"),

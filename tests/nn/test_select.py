@@ -1,6 +1,8 @@
 """Selecting layers, saying why others stay dense, and replacing them."""
 
 import logging
+import types
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from flexrank.calibrate import collect_moments
+from flexrank.decompose import decompose_
 from flexrank.errors import FlexrankError
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
@@ -66,8 +69,47 @@ def test_what_is_not_a_known_layer_is_left_dense_and_logged(caplog: pytest.LogCa
 
 def test_elastic_layers_are_elastic_already(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flexrank")
-    with pytest.raises(FlexrankError, match="no layer of Sequential can be factorised; left dense: .*elastic already"):
+    with pytest.raises(FlexrankError, match="no layer of Sequential can be factorised; it is elastic already"):
         select_layers(nest(nn.Sequential(nn.Linear(4, 4))))
+
+
+def test_of_many_reasons_three_are_shown() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    wanted = r"left dense: 0 \(excluded\), 1 \(excluded\), 2 \(excluded\), and 2 others$"
+    with pytest.raises(FlexrankError, match=wanted):
+        select_layers(model, exclude=["*"])
+
+
+def test_a_string_in_place_of_a_list_is_refused() -> None:
+    """Its letters would be names: of layers 0 to 10, "10" would be layers 1 and 0."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(11)))
+    for options in ({"include": "10"}, {"exclude": "10"}):
+        with pytest.raises(FlexrankError, match=r"clude is '10'; it is a list, such as \['10'\]"):
+            select_layers(model, **options)
+    with pytest.raises(FlexrankError, match="moments is '10'; it is a list"):
+        decompose_(model, "10", method="svd")
+    assert all(type(layer) is nn.Linear for layer in model)
+
+
+@pytest.mark.parametrize("hold", [
+    lambda a, b: [a, b], lambda a, b: [[a, b]], lambda a, b: {"x": (a, b)}, lambda a, b: {a, b},
+    lambda a, b: types.SimpleNamespace(first=a, rest=[b]),
+])  # fmt: skip
+def test_layers_that_are_held_elsewhere_too_stay_dense(hold: Callable[[nn.Module, nn.Module], Any]) -> None:
+    """There they would run as they were: a reloaded model, where they are factorised, would answer otherwise."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model.steps = hold(model[0], model[1])
+    assert list(select_layers(model)) == ["2"]
+    assert dense_reasons(model)["1"].startswith("the model keeps it elsewhere too")
+
+
+def test_models_that_cannot_be_watched_are_refused() -> None:
+    with pytest.raises(FlexrankError, match="model is a str; it is a torch module"):
+        select_layers("bert")  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].compile(backend="eager")
+    with pytest.raises(FlexrankError, match="Sequential is compiled in place; give it as it was before compile"):
+        select_layers(model)
 
 
 def test_a_layer_with_hooks_or_a_forward_of_its_own_is_left_dense(caplog: pytest.LogCaptureFixture) -> None:

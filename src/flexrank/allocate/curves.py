@@ -34,9 +34,12 @@ def read_curves(table: SensitivityTable, min_saving: float = 0.0, slack_share: f
     """Checks the table, and reads each layer's probed points that save enough to be worth it, and full rank.
 
     Raises:
-        FlexrankError: the table is empty or names different layers, or a layer's ranks do not rise to full rank,
+        FlexrankError: it is no table, is empty or names different layers, or a layer's ranks do not rise to full rank,
             or an error is not finite, or the error at full rank is not 0.
     """
+    if not isinstance(table, SensitivityTable):
+        wanted = "it is what probe_sensitivity or SensitivityTable.from_json returns"
+        raise FlexrankError(f"the sensitivity table is a {type(table).__name__}; {wanted}")
     if not table.shapes:
         raise FlexrankError("the sensitivity table holds no layer; probe a model with factorised layers")
     for part, names in (("ranks", table.ranks), ("errors", table.errors)):

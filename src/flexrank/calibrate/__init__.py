@@ -36,7 +36,7 @@ from flexrank.data.batches import (
 from flexrank.errors import FlexrankError
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import input_rows, masked_rows, match_mask_layout, output_rows
-from flexrank.nn.select import require_layers, require_unwrapped
+from flexrank.nn.select import require_layers, require_own, require_unwrapped
 from flexrank.progress import track
 
 __all__ = [
@@ -78,6 +78,7 @@ def collect_moments(
             f"layers is a {type(layers).__name__}; it is a mapping of names to layers, as select_layers has"
         )
     require_layers(layers)
+    require_own(model, layers)
     stream, device = iter(batches), model_device(model)
     first = first_of(stream)
     total = len(batches) if isinstance(batches, Sequence) else None
@@ -161,6 +162,7 @@ def collect_rows(
         raise FlexrankError("collecting rows needs at least one batch")
     if not isinstance(layers, Mapping):
         raise FlexrankError(f"layers is a {type(layers).__name__}; it is what select_layers or nested_layers returns")
+    require_own(model, layers)
     if count < 1:
         raise FlexrankError(f"count is {count}; collecting rows needs at least one")
     chosen = [batches[index] for index in sorted({round(i * (len(batches) - 1) / 15) for i in range(16)})]

@@ -24,6 +24,7 @@ from flexrank.nn.matrix import (
     output_rows,
     weight_matrix,
 )
+from flexrank.nn.select import require_differentiable
 
 GradientLoss = Callable[[Any, Batch], Tensor]
 Side = Literal["smaller", "input"]
@@ -48,6 +49,7 @@ class Collector:
         self._groups = {name: group for group in groups for name in group}
         self._read: dict[str, list[Version]] = {}
         self._outputs: list[tuple[str, GradientEdge, torch.Size]] = []
+        self._is_backward = False
         self._batch = 0
         self._masks: Sequence[Tensor] = ()
         allocated = {name: moment for group in groups for name, moment in self._allocate(group, side).items()}
@@ -72,6 +74,8 @@ class Collector:
     @torch.no_grad()
     def add_call(self, name: str, inputs: Tensor, outputs: Tensor) -> None:
         """Adds one call of a layer to its moment; the callback for `Hooks.on_forward`."""
+        if self._is_backward:  # a checkpointed part runs again
+            return
         if self._with_gradients:
             if not outputs.requires_grad:
                 raise FlexrankError(f"layer {name!r} runs without gradients; exclude it, or leave gradient_loss out")
@@ -110,7 +114,9 @@ class Collector:
         Gradients propagate from `result`: a loss, or a tensor at which the loss's gradient is `gradient`.
         """
         ends: list[Any] = [*(edge for _, edge, _ in self._outputs), *inputs]
+        self._is_backward = True
         gradients = torch.autograd.grad(result, ends, gradient, allow_unused=True)
+        self._is_backward = False
         for (name, _, shape), gradient in zip(self._outputs, gradients, strict=False):
             moment = self._moments[name].gradient_moment
             if gradient is not None and moment is not None:  # a layer the loss does not reach has no gradient
@@ -215,6 +221,8 @@ def calibration_mode(model: nn.Module, device: torch.device, with_gradients: boo
 
     Tensors of `inference_mode` are not made: they do not count the changes that are made to them in place.
     """
+    if with_gradients:
+        require_differentiable(model)
     frozen = [p for p in model.parameters() if with_gradients and p.is_floating_point() and not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)

@@ -239,8 +239,10 @@ def measure(
             raise FlexrankError("--calibrate-plan measures the machine, and takes no CONFIG and no --set")
         _calibrate_plan(output, as_json)
         return
-    if config is None or output is not None:
-        raise FlexrankError("give CONFIG; without one there is --calibrate-plan, to which --output belongs")
+    if output is not None:
+        raise FlexrankError("--output belongs to --calibrate-plan; a run's measurement.json is in its directory")
+    if config is None:
+        raise FlexrankError("give CONFIG; without one there is --calibrate-plan, which measures this machine")
     from flexrank.run.measure import measure_run, print_measurement
 
     outcome = _run(config, overrides, "slack")

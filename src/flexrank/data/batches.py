@@ -142,9 +142,9 @@ def row_masks(batch: Batch) -> list[Tensor]:
 
 
 def batch_rows(batch: Batch) -> int:
-    """The number of rows in a batch: the length of its first tensor; 0 without any."""
+    """The number of rows in a batch: the length of its first tensor that has one; 0 without any."""
     values = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
-    return next((len(value) for value in values if isinstance(value, Tensor)), 0)
+    return next((len(value) for value in values if isinstance(value, Tensor) and value.ndim), 0)
 
 
 def one_row(batch: Batch) -> Batch:
@@ -154,13 +154,14 @@ def one_row(batch: Batch) -> Batch:
     return batch if len(counts) > 1 else some_rows(batch, slice(0, 1))
 
 
-def some_rows(batch: Batch, rows: slice | Tensor) -> Batch:
-    """Selects rows of a batch, in each tensor that has as many rows as the first; everything else stays as it is.
+def some_rows(batch: Batch, rows: slice | Tensor, count: int | None = None) -> Batch:
+    """Selects rows of a batch, in each tensor that has `count` of them; everything else stays as it is.
 
     Args:
         rows: a slice, or a tensor of indices.
+        count: by default that of the first tensor.
     """
-    count = batch_rows(batch)
+    count = batch_rows(batch) if count is None else count
     return _mapped(batch, lambda one: one[rows] if one.ndim and len(one) == count else one)
 
 

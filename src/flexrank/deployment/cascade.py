@@ -8,6 +8,7 @@ confidence bound is within the stated rate needs no correction for the number of
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexrank.data.batches import Batch, call_model, eval_mode, model_device, output_tensor, some_rows, to_device
+from flexrank.data.batches import (
+    Batch,
+    call_model,
+    eval_mode,
+    model_device,
+    output_tensor,
+    require_several,
+    some_rows,
+    to_device,
+)
 from flexrank.errors import FlexrankError
 
 
@@ -49,7 +59,7 @@ class Cascade(nn.Module):
         if not len(uncertain):
             return logits
         positional = {str(place): value for place, value in enumerate(args)}
-        rows = some_rows(positional | kwargs, uncertain)
+        rows = some_rows(positional | kwargs, uncertain, len(logits))
         assert isinstance(rows, Mapping)
         better = _logits(self.large(*map(rows.get, positional), **{key: rows[key] for key in kwargs}))
         wide = torch.promote_types(logits.dtype, better.dtype)  # else rounding may change the large size's answers
@@ -85,8 +95,9 @@ def cascade(
             samples for the stated loss.
     """
     for name, value in (("loss", loss), ("confidence_level", confidence_level)):
-        if not 0 < value < 1:
-            raise FlexrankError(f"{name} is {value}; it is a probability between 0 and 1")
+        if not isinstance(value, numbers.Real) or not 0 < value < 1:
+            raise FlexrankError(f"{name} is {value!r}; it is a probability between 0 and 1")
+    require_several(batches)
     answers = _compare(small, large, batches)
     threshold = _threshold(answers, loss, confidence_level)
     return Cascade(small, large, threshold, _report(answers, threshold))

@@ -30,7 +30,7 @@ from flexrank.distill.trained import sized, trainable_parameters, training, undo
 from flexrank.errors import FlexrankError
 from flexrank.files import digest_json, digest_tensor
 from flexrank.nn.quantised import is_quantised
-from flexrank.nn.select import require_unwrapped
+from flexrank.nn.select import require_differentiable, require_unwrapped
 from flexrank.nn.sharding import is_sharded, sharded_parameters
 from flexrank.nn.switch import layer_shapes, nested_layers, require_fitting, use_profile
 from flexrank.profiles import ProfileChain
@@ -239,6 +239,7 @@ def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:
 
 def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: object) -> None:
     require_unwrapped(model)
+    require_differentiable(model)
     require_other(model, teacher)
     require_known(optimizer)
     if is_sharded(model) and optimizer == "adamw_8bit":

@@ -48,7 +48,8 @@ def resolve_source(name: str | Path) -> str:
             raise FlexrankError(f"model {name!r}: the directory has no config.json; give what save_pretrained wrote")
         return str(path)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise FlexrankError(f"model {name!r}: no such directory")
+        found = "is a file; give the directory that save_pretrained wrote" if path.exists() else "no such directory"
+        raise FlexrankError(f"model {name!r}: {found}")
     return name
 
 

@@ -1,8 +1,10 @@
 """Selecting the layers to factorise, explaining why others stay dense, and replacing layers."""
 
 import fnmatch
+import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ def select_layers(
     FlexrankError if a pattern matches no module, or if no layer is left to factorise.
     """
     require_unwrapped(model)
+    require_listed(include=include, exclude=exclude)
     for pattern in (*(include or ()), *exclude):
         if not any(_matches(name, pattern) for name, _ in model.named_modules()):
             wanted = "it is a name, a part of one, or a glob"
@@ -39,8 +42,23 @@ def select_layers(
     for name, reason in reasons.items():
         log.info("left dense: %s (%s)", name, reason)
     if not layers:
-        raise FlexrankError(f"no layer of {type(model).__name__} can be factorised; left dense: {reasons or 'nothing'}")
+        raise FlexrankError(f"no layer of {type(model).__name__} can be factorised; {_summary(model, reasons)}")
     return layers
+
+
+def _summary(model: nn.Module, reasons: Mapping[str, str]) -> str:
+    """In one line, why layers stay dense: of many layers only the first."""
+    if any(isinstance(module, NestedLayer) for module in model.modules()):
+        return "it is elastic already"
+    shown = ", ".join(f"{name} ({reason})" for name, reason in itertools.islice(reasons.items(), 3))
+    return f"left dense: {shown or 'nothing'}" + f", and {len(reasons) - 3} others" * (len(reasons) > 3)
+
+
+def require_listed(**names: object) -> None:
+    """Raises FlexrankError if a string is given in place of several, as iteration would take its letters."""
+    for what, given in names.items():
+        if isinstance(given, str):
+            raise FlexrankError(f"{what} is {given!r}; it is a list, such as [{given!r}]")
 
 
 def dense_reasons(
@@ -53,7 +71,7 @@ def dense_reasons(
         if is_layer(module):
             reason = _selection_reason(model, name, include, exclude) or _weight_reason(name, module, owners)
             if reason is None and id(module) in listed:
-                reason = "its parent keeps it in a list too, in which it would not be replaced"
+                reason = "the model keeps it elsewhere too, as in a list, where it would not be replaced"
         else:
             reason = unsupported_reason(module) or _unknown_reason(module)
         if reason is not None:
@@ -85,8 +103,13 @@ def drop_autocast_(model: nn.Module) -> dict[str, Any]:
 
 def require_unwrapped(model: nn.Module) -> None:
     """Raises FlexrankError if the model is a wrapper, of which names have a prefix and compiled code calls no hooks."""
+    if not isinstance(model, nn.Module):
+        raise FlexrankError(f"model is a {type(model).__name__}; it is a torch module, as from_pretrained returns")
     if unwrapped(model) is not model:
         raise FlexrankError(f"{type(model).__name__} wraps a model; give the model inside, and wrap what is deployed")
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        right = "give it as it was before compile(), and compile what is deployed"
+        raise FlexrankError(f"{type(model).__name__} is compiled in place; {right}")
 
 
 def require_merged(model: nn.Module) -> None:
@@ -110,6 +133,13 @@ def require_in_memory(model: nn.Module) -> None:
             raise FlexrankError(f"parameter {name!r} is not in memory; load the model without device_map or offloading")
 
 
+def require_differentiable(model: nn.Module) -> None:
+    """Raises FlexrankError if a parameter was made in inference mode: no gradient passes through it."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise FlexrankError(f"parameter {name!r} is of torch.inference_mode; load or copy the model outside of it")
+
+
 def require_layers(layers: Mapping[str, nn.Module]) -> None:
     """Raises FlexrankError if one of these named modules cannot be factorised."""
     for name, module in layers.items():
@@ -118,6 +148,14 @@ def require_layers(layers: Mapping[str, nn.Module]) -> None:
             raise FlexrankError(f"layer {name!r} cannot be factorised: {reason}; select_layers finds those that can")
         if weight_matrix(module).is_meta:
             raise FlexrankError(f"layer {name!r} has no weight in memory; load the model without device_map")
+
+
+def require_own(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raises FlexrankError if a layer is not the model's, but for example that of a copy."""
+    own = set(model.modules())
+    for name, layer in layers.items():
+        if layer not in own:
+            raise FlexrankError(f"layer {name!r} is of another model; call select_layers on this one")
 
 
 def nest_(model: nn.Module, name: str, factors: Factors, slots: Sequence[ParentSlot] = ()) -> NestedLayer:
@@ -223,13 +261,23 @@ def _weight_owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _listed(model: nn.Module) -> set[int]:
-    """The modules that some module holds other than as a child: in a list, a dictionary or an attribute of its own."""
-    found = set()
-    for parent in model.modules():
-        for key, value in vars(parent).items():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            found |= {id(one) for one in held if key != "_modules" and isinstance(one, nn.Module)}
-    return found
+    """The modules that some module holds other than as a child: in an attribute, a container or an object."""
+    attributes = {
+        id(value): value for parent in model.modules() for key, value in vars(parent).items() if key != "_modules"
+    }
+    return {id(module) for value in attributes.values() for module in _held(value, depth=3)}
+
+
+def _held(value: Any, depth: int) -> Iterator[nn.Module]:
+    """The modules in a value, in containers and objects that lie in each other up to this depth."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth and not isinstance(value, (str, torch.Tensor, type, ModuleType)):
+        inner = value.values() if isinstance(value, Mapping) else value
+        if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
+            inner = getattr(value, "__dict__", {}).values()
+        for one in inner:
+            yield from _held(one, depth - 1)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -82,6 +82,8 @@ def probe_sensitivity(
             model gives another value, or the checkpoint is of another probe.
     """
     require_unwrapped(model)
+    if not callable(evaluate):
+        raise FlexrankError(f"evaluate is {evaluate!r}; it is a function of a model, as distillation_evaluator returns")
     require_whole(model, "probe_sensitivity")
     layers = nested_layers(model)
     require_whole_factors(layers)

@@ -6,6 +6,7 @@ gauge-aligned with slack p (r·(m+n−r+p); p = 0 in FlexRank, section 3.5). Eac
 
 import bisect
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Literal
 
@@ -109,8 +110,8 @@ def rank_levels(
     Raises:
         FlexrankError: there are fewer than two levels, or a setting is out of range.
     """
-    if num_levels < 2:
-        raise FlexrankError(f"num_levels is {num_levels}; probing needs at least 2")
+    if not isinstance(num_levels, numbers.Integral) or num_levels < 2:
+        raise FlexrankError(f"num_levels is {num_levels!r}; probing needs a whole number, at least 2")
     if spacing not in ("parameters", "blocks", "ranks"):
         raise FlexrankError(f"spacing {spacing!r} is unknown; it is parameters, blocks or ranks")
     for name, share in {"min_saving": min_saving, "slack_share": slack_share}.items():

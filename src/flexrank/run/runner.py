@@ -250,7 +250,7 @@ def _fingerprint(
 def check_report(path: Path) -> None:
     """Raises FlexrankError if a run's summary or probe was edited; warns if stages have other settings since."""
     directory = RunDirectory(path)
-    if not (path / "stages").is_dir():  # the summary alone
+    if not (path / "stages").is_dir() or not (path / "summary.json").is_file():  # one of them alone
         return
     config, codes = load_config(path), directory.codes()
     prints = {name: directory.fingerprint_of(name) for name in stage_names()}

@@ -226,8 +226,10 @@ def _split_texts(
     parts = [_running_texts(part) for part in parts] if is_running else _without_repeats(*parts)
     for name, part in zip(SPLITS, parts, strict=True):
         if not part:
-            found = f"{len(pieces)} {'lines' if is_running else 'texts'}"
-            raise FlexrankError(f"{path}: has {found}, none is left for {name}; give more, or a separator")
+            found = f"{path}: the {'lines' if is_running else 'texts'} are too few ({len(pieces)})"
+            separator = config.data.separator
+            right = "give more, or a separator" if separator is None else f"are they separated by {separator!r}?"
+            raise FlexrankError(f"{found}, none is left for {name}; {right}")
         if not is_running:
             random.Random(config.seed).shuffle(part)
     calibration, training, evaluation = parts

@@ -8,7 +8,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from flexrank.data.stream import open_texts, text_of
+from flexrank.data.chats import text_of
+from flexrank.data.stream import open_texts
 from flexrank.errors import FlexrankError
 from tiny import WordTokenizer
 
@@ -24,11 +25,14 @@ class ChatTokenizer(WordTokenizer):
         "[{{ m.role }}] {{ m.content }}{% if m.name is defined %} by {{ m.name }}{% endif %};{% endfor %}"
     )
 
-    def apply_chat_template(self, messages: Any, tokenize: bool = True) -> Any:
+    def get_chat_template(self) -> Any:
+        return self.chat_template
+
+    def apply_chat_template(self, messages: Any, chat_template: str, tokenize: bool = True) -> Any:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         assert not tokenize
-        texts, _ = render_jinja_template([messages], chat_template=self.chat_template, bos_token=self.bos_token)
+        texts, _ = render_jinja_template([messages], chat_template=chat_template, bos_token=self.bos_token)
         return texts[0]
 
 
@@ -63,6 +67,25 @@ def test_a_value_that_is_no_text_is_one_line(value: Any, message: str) -> None:
     with pytest.raises(FlexrankError, match=message) as caught:
         text_of(value, "c", ChatTokenizer())
     assert "\n" not in str(caught.value)
+
+
+def test_a_chat_is_the_same_text_on_every_day() -> None:
+    """Llama 3's template writes the date, by which the hash of the text would move the chat to another part."""
+    tokenizer = ChatTokenizer()
+    tokenizer.chat_template = (
+        "{%- if strftime_now is defined %}{%- set day = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ day }}, {{ strftime_now('%A, %Y-%m-%d %H:%M') }}: {{ messages[0].content }}"
+    )
+    expected = "26 Jul 2024, Friday, 2024-07-26 00:00: x"
+    assert text_of([{"role": "user", "content": "x"}], "c", tokenizer) == expected
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ 'a'.index('b') }}", "{{ messages[0].none.none }}"])
+def test_a_template_that_fails_is_one_line(template: str) -> None:
+    tokenizer = ChatTokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(FlexrankError, match="data.column 'c': the chat template refuses .*"):
+        text_of([{"role": "user", "content": "x"}], "c", tokenizer)
 
 
 def test_a_chat_needs_a_template() -> None:

@@ -29,6 +29,8 @@ def test_a_half_without_an_item_is_an_error() -> None:
     (only,) = {"tuning", "reporting"} - {half_of("one")}
     with pytest.raises(FlexrankError, match=f"no sample is in the {only} half"):
         select_half(only, ["one"])
+    with pytest.raises(FlexrankError, match="no sample is held out; give more data"):
+        select_half(None, [])
     assert select_half("tuning", [0, 1, 2, 3], "abcd".__getitem__) == [
         i for i in range(4) if half_of("abcd"[i]) == "tuning"
     ]

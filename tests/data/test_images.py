@@ -63,6 +63,20 @@ def test_jpegs_are_decoded_to_rgb_each_in_its_place(tmp_path: Path, mode: str) -
     assert labels.tolist() == [0, 1, 2, 3, 4, 0, 1]
 
 
+def test_jpegs_are_turned_as_their_exif_says(tmp_path: Path) -> None:
+    """Orientation 6: the camera was turned, so the picture is turned back by a quarter, clockwise."""
+    pictures = []
+    for orientation in (1, 6):
+        exif = Image.Exif()
+        exif[274] = orientation
+        with io.BytesIO() as buffer:
+            Image.fromarray(random_images(1)[0]).save(buffer, "JPEG", quality=90, exif=exif)
+            pictures.append(np.frombuffer(buffer.getvalue(), np.uint8))
+    offsets = np.cumsum([0, *map(len, pictures)])
+    images, _ = read_images(write(tmp_path / "a.npz", jpg=np.concatenate(pictures), offsets=offsets, y=np.arange(2)))
+    assert (images[1] == np.rot90(images[0], -1)).all() and (images[1] != images[0]).any()
+
+
 def test_jpegs_of_a_run_are_scaled_by_the_plain_formula(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npz", **encode(random_images(40)))
     scaling = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3], "rescale_factor": 1 / 255}
@@ -189,11 +203,13 @@ def test_images_are_scaled_as_for_efficientnet(changes: dict[str, Any], tmp_path
     torch.testing.assert_close(scaling(channels_first(images)), expected)
 
 
-def test_channels_are_turned_as_for_mobilevit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"do_normalize": False}, {"do_normalize": True}])
+def test_channels_are_turned_as_for_mobilevit(changes: dict[str, bool], tmp_path: Path) -> None:
+    """By default it does not normalise, though its file has a mean and a deviation."""
     from transformers import MobileViTImageProcessorPil
 
     images = random_images(2)
-    processor = MobileViTImageProcessorPil(do_resize=False, do_center_crop=False, do_normalize=False)
+    processor = MobileViTImageProcessorPil(do_resize=False, do_center_crop=False, **changes)
     processor.save_pretrained(tmp_path)
     expected = torch.from_numpy(np.stack(processor(list(images))["pixel_values"])).float()
     scaling = Scaling.read(tmp_path / "preprocessor_config.json")

@@ -1,7 +1,9 @@
 """Files of JSON lines: their columns, and where a wrong line is."""
 
+import bz2
 import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,11 @@ def test_a_line_that_is_no_json_is_found(tmp_path: Path) -> None:
         file.write('{"text": "two"}\n\n{oops\n')
     with pytest.raises(FlexrankError, match=r"data.path .*b.jsonl.gz, line 3: '\{oops' is no JSON"):
         list(open_texts("jsonl", str(tmp_path), TOKENIZER).texts())
+    for module, name in ((bz2, "d.jsonl.bz2"), (lzma, "e.jsonl.xz")):
+        with module.open(tmp_path / name, "wt") as packed:
+            packed.write('{"text": "two"}\n{oops\n')
+        with pytest.raises(FlexrankError, match=rf"data.path .*{name}, line 2: '\{{oops' is no JSON"):
+            list(open_texts("jsonl", str(tmp_path / name), TOKENIZER).texts())
     (tmp_path / "c.jsonl").write_text("[1]\n")
     with pytest.raises(FlexrankError, match=r"data.path .*c.jsonl, line 1: \[1\] is no object"):
         list(open_texts("jsonl", str(tmp_path / "c.jsonl"), TOKENIZER).texts())

@@ -253,12 +253,10 @@ def test_texts_for_embeddings_are_rows_each_once() -> None:
 
 
 def test_too_few_training_texts_for_a_block_are_one_line() -> None:
-    for texts, found in (
-        ([], "none; give more"),
-        (TRAINING[:1], r"\d tokens, fewer than one block of data.max_tokens"),
-    ):
+    few = r"\d+ tokens, fewer than one block of data.max_tokens"
+    for texts, found, window in (([], "none; give more", 20), (TRAINING[:1], few, 20), (TRAINING[:3], few, 1)):
         with pytest.raises(FlexrankError, match=f"corpus: of texts for training it has {found}"):
-            next(iter(StreamedBatches(stream_of(texts), block_maker(TOKENIZER, 64, 1, 0), 20)))
+            next(iter(StreamedBatches(stream_of(texts), block_maker(TOKENIZER, 64, 1, 0), window)))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ def test_wrong_texts_are_one_line_naming_them(tmp_path: Path) -> None:
     for path, words in (("missing", "no such file"), ("broken", "byte 5"), ("blank", "no text")):
         with pytest.raises(FlexrankError, match=f"{path}.*{words}"):
             data.read_texts(tmp_path / path)
+    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(FlexrankError, match="lines.jsonl: JSON lines, where plain text is expected"):
+        data.read_texts(tmp_path / "lines.jsonl")
     with pytest.raises(FlexrankError, match="separator"):
         data.read_texts(tmp_path / "blank", "")
 

@@ -60,6 +60,12 @@ def test_a_prompt_and_what_is_generated_fit_the_model(
     assert asked[0]["input_ids"].shape == (1, length)
 
 
+def test_a_model_that_reads_fewer_tokens_generates_none(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "most_tokens", lambda _: 23)
+    work = Workspace(load_config(finished), RunDirectory(finished))
+    assert not any("generated" in one.name for one in measure._workloads(work, work.base))
+
+
 @pytest.mark.parametrize(("size", "count"), [(1, 2), (4, 3)])
 def test_a_batch_of_one_text_is_timed_once(size: int, count: int, finished: Path) -> None:
     """Decoding, one text and, if that is another, the batch."""

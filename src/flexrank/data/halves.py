@@ -30,7 +30,8 @@ def select_half(
     """
     kept = [item for item in items if half is None or half_of(content(item)) == half]
     if not kept:
-        raise FlexrankError(f"no sample is in the {half} half; give more held-out data")
+        where = "held out" if half is None else f"in the {half} half"
+        raise FlexrankError(f"no sample is {where}; give more data")
     return kept
 
 

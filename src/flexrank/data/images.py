@@ -56,10 +56,13 @@ class Scaling:
             raise FlexrankError(f"{path}: no such file; write one with image_mean and image_std, those of each channel")
         if not isinstance(config := read_json(path), dict):
             raise FlexrankError(f"{path}: expected a JSON object, with image_mean and image_std")
+        kind = config.get("image_processor_type") or config.get("feature_extractor_type")
+        is_mobilevit = str(kind).startswith("MobileViT")  # which turns channels, and never normalises
+        normalises = config.get("do_normalize", True) and not is_mobilevit
         factor, mean, deviation = 1.0, [0.0], [1.0]  # for steps that are switched off, with any number of channels
         if config.get("do_rescale", True) and not _is_number(factor := config.get("rescale_factor", 1 / 255)):
             raise FlexrankError(f"{path}: key 'rescale_factor' is {short_repr(factor)}; expected a finite number")
-        if config.get("do_normalize", True):
+        if normalises:
             mean, deviation = (_numbers(path, key, config.get(key)) for key in ("image_mean", "image_std"))
         if len(mean) != len(deviation) or not torch.tensor(deviation).min() > 0:
             found = f"image_mean is {short_repr(mean)} and image_std {short_repr(deviation)}"
@@ -67,9 +70,9 @@ class Scaling:
         # EfficientNet's processor also subtracts 1 after rescaling and, for classifiers, divides a second time.
         if config.get("do_rescale", True) and config.get("rescale_offset"):
             mean = [one + 1 for one in mean]
-        if config.get("do_normalize", True) and config.get("include_top"):
+        if normalises and config.get("include_top"):
             deviation = [one * one for one in deviation]
-        return cls(tuple(mean), tuple(deviation), factor, bool(config.get("do_flip_channel_order")))
+        return cls(tuple(mean), tuple(deviation), factor, bool(config.get("do_flip_channel_order", is_mobilevit)))
 
     def to_json(self) -> dict[str, Any]:
         """The content of a preprocessor_config.json."""
@@ -135,8 +138,8 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _decode(path: str | Path, encoded: NDArray[Any], offsets: NDArray[Any]) -> NDArray[np.uint8]:
-    """Decodes JPEG files to RGB images (N, H, W, 3), which must all have one size."""
-    from PIL import Image
+    """Decodes JPEG files to RGB images (N, H, W, 3), turned as their EXIF says, which must all have one size."""
+    from PIL import Image, ImageOps
 
     if encoded.dtype != np.uint8 or encoded.ndim != 1:
         raise FlexrankError(f"{path}: jpg is {_kind(encoded)}; expected uint8 (bytes,)")
@@ -148,7 +151,8 @@ def _decode(path: str | Path, encoded: NDArray[Any], offsets: NDArray[Any]) -> N
     content, images = encoded.tobytes(), np.empty((0, 0, 0, 3), np.uint8)
     for index, (start, end) in enumerate(itertools.pairwise(ends)):
         try:
-            image = np.asarray(Image.open(io.BytesIO(content[start:end])).convert("RGB"))
+            upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content[start:end])))
+            image = np.asarray(upright.convert("RGB"))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             reason = str(error).partition("\n")[0]
             raise FlexrankError(f"{path}: image {index} of {len(ends) - 1} is not a whole JPEG ({reason})") from error

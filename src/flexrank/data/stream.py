@@ -1,11 +1,14 @@
 """Corpora of any size: texts are streamed in order by the `datasets` library, split by hash, and batched as needed."""
 
+import bz2
 import contextlib
 import functools
 import glob
 import gzip
 import itertools
 import json
+import lzma
+import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +19,12 @@ import torch
 from torch import Tensor
 
 from flexrank import processes
+from flexrank.data.chats import text_of
 from flexrank.data.text import (
     BYTE_ORDER_MARK,
     TEXT_SUFFIXES,
     Tokenizer,
     block_batches,
-    encodable,
     joined_tokens,
     part_by_hash,
     sentence_batches,
@@ -33,6 +36,8 @@ SHARES = {"calibration": 10, "training": 80, "evaluation": 10}
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",), "text": TEXT_SUFFIXES}
 #: The columns that are tried, in this order, if none is named.
 COLUMNS = ("text", "messages")
+#: How compressed files are opened, by the end of their names.
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 #: How the reader of text files splits them, by the separator between texts.
 DIVISIONS = {"\n": "line", "\n\n": "paragraph"}
 #: The first objects of a file of JSON lines, whose keys are its columns.
@@ -59,10 +64,13 @@ def corpus_files(source: str, path: str) -> list[str]:
         files = [str(file) for file in Path(path).rglob("*") if file.name.endswith(SUFFIXES[source])]
         wanted = f"no {' or '.join(SUFFIXES[source])} files in this directory"
     else:
-        files = [path] if Path(path).is_file() else glob.glob(path, recursive=True)
+        files = [path] if Path(path).is_file() else list(filter(os.path.isfile, glob.glob(path, recursive=True)))
         wanted = "no such file or directory, and no file that matches it as a glob"
     if not files:
         raise FlexrankError(f"data.path {path}: {wanted}")
+    for file in files:
+        if "::" in file:
+            raise FlexrankError(f"data.path {file}: '::' divides the parts of an address; rename the file")
     return sorted(files)
 
 
@@ -163,33 +171,6 @@ def _open_rows(
         return rows.reshard() if source == "parquet" else rows
 
 
-def text_of(value: Any, column: str, tokenizer: Tokenizer) -> str:
-    """A text without outer whitespace, or a chat as the chat template formats it; "" for None and for an empty chat.
-
-    The bos token that templates begin with is removed, because batches add it to every text.
-    """
-    if value is None or value == [] or isinstance(value, str):
-        return encodable(value or "").removeprefix(BYTE_ORDER_MARK).strip()
-    if not isinstance(value, list) or not all(isinstance(one, dict) and {"role", "content"} <= {*one} for one in value):
-        wanted = "expected text, or a chat: a list of messages with role and content"
-        raise FlexrankError(f"data.column {column!r} holds {short_repr(value)}; {wanted}")
-    if getattr(tokenizer, "chat_template", None) is None:
-        right = "take a model whose tokenizer has one, or a column of plain text"
-        raise FlexrankError(f"data.column {column!r} holds chats, and the tokenizer has no chat template; {right}")
-    from jinja2 import TemplateError  # transformers formats chats with it
-
-    writer: Any = tokenizer
-    # If one message of a file has a key, all others get it with None, which templates treat as a value.
-    messages = [{key: part for key, part in one.items() if part is not None} for one in value]
-    try:
-        text = writer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, TypeError) as error:
-        raise FlexrankError(
-            f"data.column {column!r}: the chat template refuses {short_repr(value)} ({error})"
-        ) from error
-    return encodable(text.removeprefix(getattr(tokenizer, "bos_token", None) or ""))
-
-
 def held_out_texts(stream: TextStream, needs: Mapping[str, int], size: Callable[[str], int]) -> dict[str, list[str]]:
     """The first texts of each part of SHARES in `needs`: until their sizes add up to its need, or all there are.
 
@@ -232,7 +213,7 @@ class StreamedBatches:
             window = list(itertools.islice(texts, self._window))
             is_last, place = len(window) < self._window, self._stream.state()
             batches, rest = self._make(window, state["rest"], state["number"], is_last)
-            if is_last and not batches and not state["number"]:
+            if is_last and not batches and self._state is None:
                 found = f"{len(rest)} tokens, fewer than one block of data.max_tokens" if len(rest) else "none"
                 raise FlexrankError(f"data.path {self._stream.name}: of texts for training it has {found}; give more")
             for given in range(state["given"], len(batches)):
@@ -305,7 +286,7 @@ def clear_errors(name: str) -> Iterator[None]:
         yield
     except FlexrankError:
         raise
-    except (DatasetsError, OSError, ValueError, TypeError, EOFError, zlib.error) as error:
+    except (DatasetsError, OSError, ValueError, TypeError, RuntimeError, EOFError, zlib.error) as error:
         raise FlexrankError(f"data.path {name}: cannot be read: {first_line(error)}") from error
 
 
@@ -334,7 +315,7 @@ def _json_object(path: str, row: Mapping[str, str]) -> dict[str, Any]:
 def _place_of(path: str, text: str) -> str:
     """The file and the line of this text in a corpus of JSON lines."""
     for file in corpus_files("jsonl", path):
-        with gzip.open(file, "rt", encoding="utf8") if file.endswith(".gz") else open(file, encoding="utf8") as lines:
+        with OPENERS.get(Path(file).suffix, open)(file, "rt", encoding="utf8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.rstrip("\n") == text:
                     return f"{file}, line {number}"

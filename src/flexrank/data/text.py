@@ -55,6 +55,8 @@ def read_texts(path: str | Path, separator: str = "\n", apart: str | Path | None
     path = Path(path)
     if not path.exists():
         raise FlexrankError(f"{path}: no such file or folder of texts")
+    if path.suffix == ".jsonl":
+        raise FlexrankError(f"{path}: JSON lines, where plain text is expected; a run reads them as data.source jsonl")
     if not separator:
         raise FlexrankError("the separator of texts is empty; give what divides them, such as a line end")
     files = [file for file in text_files(path) if apart is None or not _is_below(file, Path(apart))]

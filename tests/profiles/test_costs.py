@@ -101,7 +101,8 @@ def test_slack_of_whole_blocks_is_the_least_of_them(shape, dtype):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"num_levels": 1}, "num_levels is 1; probing needs at least 2"),
+        ({"num_levels": 1}, "num_levels is 1; probing needs a whole number, at least 2"),
+        ({"num_levels": 2.5}, "num_levels is 2.5; probing needs a whole number, at least 2"),
         ({"spacing": "rank"}, "spacing 'rank' is unknown; it is parameters, blocks or ranks"),
         ({"min_saving": 1.5}, r"min_saving 1.5 is out of range; it is in \[0, 1\)"),
         ({"min_saving": -1}, "min_saving -1 is out of range"),

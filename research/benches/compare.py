@@ -31,7 +31,7 @@ from research.benches.training_free import (
     obstacle,
     start_of,
 )  # fmt: skip
-from research.benches.tuning import best_settings, format_settings, run_trials
+from research.benches.tuning import as_error, best_settings, format_settings, run_trials
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
@@ -232,7 +232,7 @@ def _error(data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], index: in
     if not rows:
         return math.inf
     mean = statistics.fmean(row["scores"][data["measure"]] for row in rows)
-    return mean if data["measure"].startswith("nats") else -mean
+    return as_error(data["measure"], mean)
 
 
 def draw(data: Mapping[str, Any]) -> Any:

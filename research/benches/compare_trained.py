@@ -24,10 +24,19 @@ from research import figures
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.task import Size, TrainedMethod, TrainingTask
+from research.benches.rates import (
+    Rates,
+    best_rates,
+    first_rates,
+    format_rates,
+    next_rates,
+    rates_alone,
+    trials_of,
+)
 from research.benches.tasks import format_base_score, shown_measures
 from research.benches.training_benchmarks import TrainingBenchmark, find_training_benchmark, training_benchmarks
 from research.benches.training_free import WHOLE, base_parameters, millions_at
-from research.benches.tuning import best_trial, trial_budgets, trial_errors
+from research.benches.tuning import as_error, trial_budgets
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
 
@@ -44,8 +53,6 @@ PANELS = {
     BEST: "all steps for each size",
 }
 Unit = dict[str, Any]
-#: A learning rate for each budget, largest first.
-Rates = tuple[float, ...]
 
 
 def run(request: Request) -> Result:
@@ -74,15 +81,15 @@ def _measure(benchmark: TrainingBenchmark, request: Request) -> dict[str, Any]:
     parameters = ledger.take("parameters", lambda: base_parameters(benchmark.subject_and_batches(0, "reporting")[0]))
     units = {f"tables, seed {seed}": (*arguments, seed) for seed in range(request.seeds)}
     sensitivities = list(ledger.take_all(units, sensitivity_unit, request.jobs).values())
-    first_rates = {name: _first_rates(method, len(benchmark.budgets)) for name, method in TRAINED_METHODS.items()}
-    trials = _tune(benchmark, ledger, request, sensitivities[0], first_rates)
-    best = {name: _best_rates(some, not TRAINED_METHODS[name].is_one_artefact) for name, some in trials.items()}
+    first = {name: first_rates(method, len(benchmark.budgets)) for name, method in TRAINED_METHODS.items()}
+    trials = _tune(benchmark, ledger, request, sensitivities[0], first)
+    best = {name: best_rates(some, not TRAINED_METHODS[name].is_one_artefact) for name, some in trials.items()}
     results: dict[str, dict[str, list[Unit]]] = {}
     for panel in PANELS:
         if panel == BEST:
-            alone = _tune(benchmark, ledger, request, sensitivities[0], _rates_alone(best), is_alone=True)
+            alone = _tune(benchmark, ledger, request, sensitivities[0], rates_alone(best), is_alone=True)
             trials |= {f"{name}, {BEST}": some for name, some in alone.items()}
-            best |= {name: _best_rates(some, by_size=False) for name, some in alone.items()}
+            best |= {name: best_rates(some, by_size=False) for name, some in alone.items()}
         shares = _step_shares(results[TOKENS]) if panel == TIME else dict.fromkeys(best, 1.0)
         results[panel] = _measure_methods(ledger, request, benchmark.name, best, sensitivities, panel, shares)
     return {
@@ -103,20 +110,6 @@ def _step_shares(results: Mapping[str, Sequence[Unit]]) -> dict[str, float]:
     return {name: round(seconds["flexrank"] / seconds.get(name, seconds["flexrank"]), 2) for name in results}
 
 
-def _first_rates(method: TrainedMethod, sizes: int) -> list[Rates]:
-    return [(rate,) * sizes for settings in method.trials for rate in settings.values()]
-
-
-def _rates_alone(best: Mapping[str, Rates]) -> dict[str, list[Rates]]:
-    """Returns half of the best rates, the rates and their doubles, for the methods that train each size by itself."""
-    separate = {name: rates for name, rates in best.items() if not TRAINED_METHODS[name].is_one_artefact}
-    return {name: [_scaled(rates, factor) for factor in (0.5, 1.0, 2.0)] for name, rates in separate.items()}
-
-
-def _scaled(rates: Rates, factor: float) -> Rates:
-    return tuple(factor * rate for rate in rates)
-
-
 def _tune(
     benchmark: TrainingBenchmark,
     ledger: Ledger,
@@ -130,7 +123,7 @@ def _tune(
     tried: dict[str, dict[Rates, Any]] = {name: {} for name in wanted}
 
     def unit(name: str, rates: Rates) -> str:
-        return f"{name}, trial of {_format_rates(rates)}" + f", {BEST}" * is_alone
+        return f"{name}, trial of {format_rates(rates)}" + f", {BEST}" * is_alone
 
     for _ in range(1 + WIDENINGS):
         units = {
@@ -143,51 +136,12 @@ def _tune(
         done = ledger.take_all(units, method_unit, request.jobs)
         for name, some in wanted.items():
             tried[name] |= {rates: done[unit(name, rates)]["rows"] for rates in some}
-        trials = {name: _trials(some, base, benchmark.measure) for name, some in tried.items()}
+        trials = {name: trials_of(some, base, benchmark.measure) for name, some in tried.items()}
         wanted = {
-            name: _next_rates(some, by_size=not (is_alone or TRAINED_METHODS[name].is_one_artefact))
+            name: next_rates(some, by_size=not (is_alone or TRAINED_METHODS[name].is_one_artefact))
             for name, some in trials.items()
         }
     return trials
-
-
-def _trials(tried: Mapping[Rates, Sequence[Any]], base: float, measure: str) -> list[dict[str, Any]]:
-    """Returns, from the rows by rates, the rates, each size's error and their mean, as `trial_errors` has it."""
-    means = trial_errors(base, measure, list(tried.values()))
-    return [
-        {"rates": rates, "errors": [row and _as_error(measure, row["scores"]) for row in rows], "error": mean}
-        for (rates, rows), mean in zip(tried.items(), means, strict=True)
-    ]
-
-
-def _format_rates(rates: Rates) -> str:
-    return " ".join(f"{rate:g}" for rate in (rates if len(set(rates)) > 1 else rates[:1]))
-
-
-def _best_rates(tried: Sequence[Mapping[str, Any]], by_size: bool) -> Rates:
-    """Returns the rates of the best trial, or for each size the rate of its own best trial."""
-    return tuple(one["rates"][place] for place, one in enumerate(_best_trials(tried, by_size)))
-
-
-def _next_rates(tried: Sequence[Mapping[str, Any]], by_size: bool) -> list[Rates]:
-    """Returns the rates beyond those best ones that are at an edge of the tried; none for a method without sizes."""
-    if all(one["error"] is None for one in tried):
-        return []
-    best = {one["rates"] for one in _best_trials(tried, by_size)}
-    rates = sorted(one["rates"] for one in tried)  # each is a multiple of the others
-    return [_scaled(edge, factor) for edge, factor in ((rates[0], 0.5), (rates[-1], 2.0)) if edge in best]
-
-
-def _best_trials(tried: Sequence[Mapping[str, Any]], by_size: bool) -> list[Mapping[str, Any]]:
-    """Returns the best trial for each size, which is one for all unless `by_size`."""
-    places = range(len(tried[0]["rates"]))
-    return [_best_trial_at(tried, place) if by_size else best_trial(tried) for place in places]
-
-
-def _best_trial_at(tried: Sequence[Mapping[str, Any]], place: int) -> Mapping[str, Any]:
-    """Returns the best trial of one size; that of all sizes if no trial has it."""
-    known = [one for one in tried if one["errors"][place] is not None]
-    return min(known, key=lambda one: one["errors"][place]) if known else best_trial(tried)
 
 
 def _measure_methods(
@@ -202,7 +156,7 @@ def _measure_methods(
     """Returns each seed's results by method, at its share of the steps; what equals equal tokens is not repeated."""
 
     def unit(name: str, seed: int) -> str:
-        at = f"at {_format_rates(best[name])}, seed {seed}"
+        at = f"at {format_rates(best[name])}, seed {seed}"
         if panel == TIME and shares[name] != 1.0:  # the share may change with other seeds' seconds
             return f"{name}, {panel}, {shares[name]:g} of the steps, {at}"
         return f"{name}, {BEST if panel == BEST and not TRAINED_METHODS[name].is_one_artefact else TOKENS}, {at}"
@@ -279,10 +233,6 @@ def _sizes(method: TrainedMethod, task: TrainingTask, rates: Mapping[float, floa
         yield from method.sizes(dataclasses.replace(task, budgets=list(budgets)), {name: rate})
 
 
-def _as_error(measure: str, scores: Mapping[str, float]) -> float:
-    return scores[measure] if measure.startswith("nats") else -scores[measure]
-
-
 def _table(name: str, data: Mapping[str, Any], panel: str, measure: str, places: int) -> dict[str, Any]:
     rows: list[list[Any]] = [[WHOLE, None, *millions_at(data["budgets"], data["parameters"]), None, None, None]]
     for method, runs in data["panels"][panel].items():
@@ -348,7 +298,9 @@ def _lost_budgets(data: Mapping[str, Any], rivals: Sequence[str], largest: float
 def _error(data: Mapping[str, Any], runs: Sequence[Unit], index: int) -> float:
     """Returns the measure at a budget over seeds, where lower is better; infinite if the method has no such size."""
     rows = [unit["rows"][index] for unit in runs]
-    return statistics.fmean(_as_error(data["measure"], row["scores"]) if row else math.inf for row in rows)
+    return statistics.fmean(
+        as_error(data["measure"], row["scores"][data["measure"]]) if row else math.inf for row in rows
+    )
 
 
 def draw(data: Mapping[str, Any]) -> Any:

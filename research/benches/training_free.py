@@ -317,16 +317,15 @@ def _config_benchmark(request: Request, config: RunConfig) -> Benchmark:
     if request.seeds > 1 and config.data.source != "text":
         raise FlexrankError(f"data.source is {config.data.source!r}; only of 'text' seeds draw another calibration")
     require_comparable(config)
-
-    def subject(seed: int) -> Subject:
-        return config_subject(request, config, seed, request.half)[0]
-
     space = Workspace(config, RunDirectory(request.work))
     loss = next_token_loss if config.task == "language" else space.objective().fisher_loss
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
     facts = identity_of(config, ("task", "model", "seed", "data", "layers")) | task_measure(space, request)[1]
     facts |= {"temperature": config.distillation.temperature}
-    return Benchmark(config.name, CONFIG_MEASURES[config.task], 4, budgets, config.probe.levels, facts, subject, loss)
+    return Benchmark(
+        config.name, CONFIG_MEASURES[config.task], 4, budgets, config.probe.levels, facts,
+        lambda seed: config_subject(request, config, seed, request.half)[0], loss,
+    )  # fmt: skip
 
 
 def require_comparable(config: RunConfig) -> None:

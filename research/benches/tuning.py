@@ -96,6 +96,11 @@ def trial_unit(request: Request, name: str, method: str, settings: Settings) -> 
     return measure_size_method(benchmark, method, 0, settings)
 
 
+def as_error(measure: str, score: float) -> float:
+    """Returns a score as an error, of which less is better."""
+    return score if measure.startswith("nats") else -score
+
+
 def trial_errors(base: float, measure: str, trials: Sequence[Sequence[Mapping[str, Any] | None]]) -> list[float | None]:
     """Returns, for each trial's sizes, the mean logarithm of their distances from the base model's measure.
 

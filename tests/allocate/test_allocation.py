@@ -317,6 +317,11 @@ def test_wrong_tables_are_told_in_one_line(change, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_table_that_is_none_is_told_in_one_line():
+    with pytest.raises(FlexrankError, match="the sensitivity table is a dict; it is what probe_sensitivity or"):
+        allocate_ranks({"a": 1}, [0.5])
+
+
 def test_the_least_budget_that_is_told_can_be_met():
     table = transformer_table(4, 5, seed=0)
     with pytest.raises(FlexrankError) as caught:

@@ -44,6 +44,16 @@ def test_wrong_settings_are_refused_and_leave_the_model_as_it_was(settings: dict
     assert all(layer.sizes is None and layer.dense is None for layer in nested_layers(model).values())
 
 
+def test_a_model_of_inference_mode_is_refused() -> None:
+    """Gradients pass through its norm, though that is not trained."""
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(12, 10), nn.LayerNorm(10), nn.Linear(10, 6))
+    teacher = nn.Sequential(nn.Linear(12, 10), nn.LayerNorm(10), nn.Linear(10, 6))
+    wanted = "parameter '1.weight' is of torch.inference_mode; load or copy the model outside of it"
+    with pytest.raises(FlexrankError, match=wanted):
+        distill_(nest(model), teacher, batches("perceptron"), [{"0": 4, "2": 3}], steps=1)
+
+
 class Odd(FeatureObjective):
     """An objective with a target that is no tensor, or a loss for each row."""
 

@@ -25,6 +25,7 @@ def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
         ("package:gt_no_such_model/model", "pip install gt-no-such-model"),
         ("package:flexrank/nowhere", "no directory 'nowhere'"),
         (tmp_path / "nowhere", "no such directory"),
+        (tmp_path / "bare" / "config.json", "is a file; give the directory that save_pretrained wrote"),
         (tmp_path / "empty", "no config.json"),
         (tmp_path / "adapter", "an adapter of peft; merge it into its base model"),
         (tmp_path / "elastic", "read it with load_elastic"),

@@ -212,6 +212,8 @@ def test_wrong_uses_are_named() -> None:
     model = nest(build("perceptron"))
     with pytest.raises(FlexrankError, match="num_levels is 1"):
         probe_sensitivity(model, lambda m: 0.0, num_levels=1)
+    with pytest.raises(FlexrankError, match="evaluate is 3; it is a function of a model, as distillation_evaluator"):
+        probe_sensitivity(model, 3)
     for value in (None, "1", torch.zeros(2)):
         with pytest.raises(FlexrankError, match=f"the full model gave a {type(value).__name__}; it must be one number"):
             probe_sensitivity(model, lambda m, value=value: value)

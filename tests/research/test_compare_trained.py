@@ -19,7 +19,8 @@ from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.task import TrainingTask
 from research.benches import compare_trained, training_benchmarks, tuning
-from research.benches.compare_trained import _next_rates, _sizes, method_unit, run, sensitivity_unit
+from research.benches.compare_trained import _sizes, method_unit, run, sensitivity_unit
+from research.benches.rates import next_rates
 from research.experiment import Ledger, Request, find_experiment
 from research.page import write_pages
 from research.result import shown_rows
@@ -129,7 +130,7 @@ def test_a_size_that_is_trained_by_itself_has_its_own_best_rate(
 def test_a_best_rate_at_an_edge_asks_for_the_next() -> None:
     def following(*errors: float | None) -> list[Any]:
         pairs = zip((0.5, 1.0, 2.0, 4.0), errors, strict=True)
-        return _next_rates([{"rates": (rate, rate), "error": error} for rate, error in pairs], by_size=False)
+        return next_rates([{"rates": (rate, rate), "error": error} for rate, error in pairs], by_size=False)
 
     assert following(-2.0, -1.0, 0.0, 1.0) == [(0.25, 0.25)]
     assert following(None, -1.0, 0.0, -1.5) == [(8.0, 8.0)]
@@ -142,7 +143,7 @@ def test_sizes_of_their_own_ask_for_rates_at_both_edges() -> None:
     def following(*errors: tuple[float | None, float | None]) -> list[Any]:
         pairs = zip((1.0, 2.0, 4.0), errors, strict=True)
         tried = [{"rates": (r, r), "errors": both, "error": float(r == 2.0)} for r, both in pairs]
-        return _next_rates(tried, by_size=True)
+        return next_rates(tried, by_size=True)
 
     assert following((3.0, 9.0), (4.0, 8.0), (5.0, 7.0)) == [(0.5, 0.5), (8.0, 8.0)]
     assert following((3.0, 3.0), (2.0, 2.5), (3.0, 2.7)) == []

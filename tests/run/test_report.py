@@ -78,6 +78,9 @@ def test_a_table_of_an_earlier_state_is_named(copied: Path, tmp_path: Path, capl
         (copied / name).write_text(text)
     rerun(copied, "data.evaluation=8", until="evaluate")
     assert is_named()
+    (copied / "summary.json").unlink()  # there is no table, of whatever state
+    caplog.clear()
+    assert "summary.json: no such file" in refused("report", copied) and line not in caplog.text
     rerun(copied)
     assert not is_named()
     rerun(copied, "distillation.learning_rate=2e-3", until="distill")

@@ -184,6 +184,18 @@ def test_the_held_out_samples_have_two_halves(task: str, sources: Path, tmp_path
     assert 0.3 * len(parts[None]) < len(parts["tuning"]) < 0.7 * len(parts[None])
 
 
+@pytest.mark.parametrize(
+    ("separator", "right"), [(None, "give more, or a separator"), ("ZZZ", "are they separated by 'ZZZ'\\?")]
+)
+def test_too_few_texts_say_what_divides_them(separator: str | None, right: str, sources: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a b c\n")
+    values = settings(sources / "embedding", tmp_path / "one.txt", tmp_path, "embedding")
+    values["data"] |= {"separator": separator}
+    tokenizer = load_tokenizer(sources / "embedding")
+    with pytest.raises(FlexrankError, match=rf"one.txt: the texts are too few \(1\), none is left for .*; {right}"):
+        load_samples(parse_config(values), tokenizer)
+
+
 def test_held_out_texts_belong_to_texts(sources: Path, tmp_path: Path) -> None:
     values = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
     values["data"] |= {"source": "stdlib-docs", "held_out": "x.txt"}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flexrank.errors import FlexrankError
-from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear
+from flexrank.nn.elastic import NestedConv2d, NestedLayer, NestedLinear, SizeVectors
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.linalg import Factors
 from flexrank.nn.matrix import FACTORISED, bias_of, conv_geometry, is_layer, unsupported_reason, weight_matrix
@@ -42,16 +42,14 @@ def select_layers(
     for name, reason in reasons.items():
         log.info("left dense: %s (%s)", name, reason)
     if not layers:
-        raise FlexrankError(f"no layer of {type(model).__name__} can be factorised; {_summary(model, reasons)}")
+        raise FlexrankError(f"no layer of {type(model).__name__} can be factorised; left dense: {_summary(reasons)}")
     return layers
 
 
-def _summary(model: nn.Module, reasons: Mapping[str, str]) -> str:
-    """In one line, why layers stay dense: of many layers only the first."""
-    if any(isinstance(module, NestedLayer) for module in model.modules()):
-        return "it is elastic already"
+def _summary(reasons: Mapping[str, str]) -> str:
+    """Why layers stay dense, in one line: of many layers only the first."""
     shown = ", ".join(f"{name} ({reason})" for name, reason in itertools.islice(reasons.items(), 3))
-    return f"left dense: {shown or 'nothing'}" + f", and {len(reasons) - 3} others" * (len(reasons) > 3)
+    return (shown or "nothing") + f", and {len(reasons) - 3} others" * (len(reasons) > 3)
 
 
 def require_listed(**names: object) -> None:
@@ -246,6 +244,8 @@ def _unknown_reason(module: nn.Module) -> str | None:
     """The reason for a module of an unknown kind that holds a matrix, such as fused experts; None without a matrix."""
     if isinstance(module, NestedLayer):
         return "elastic already"
+    if isinstance(module, SizeVectors):  # a part of an elastic layer
+        return None
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1:
             return f"{type(module).__name__} with parameter {name} {tuple(parameter.shape)} is not supported"
@@ -272,11 +272,9 @@ def _held(value: Any, depth: int) -> Iterator[nn.Module]:
     """The modules in a value, in containers and objects that lie in each other up to this depth."""
     if isinstance(value, nn.Module):
         yield value
-    elif depth and not isinstance(value, (str, torch.Tensor, type, ModuleType)):
-        inner = value.values() if isinstance(value, Mapping) else value
-        if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
-            inner = getattr(value, "__dict__", {}).values()
-        for one in inner:
+    elif depth and not isinstance(value, (torch.Tensor, type, ModuleType)):
+        items = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        for one in value if isinstance(value, (list, tuple, set, frozenset)) else items.values():
             yield from _held(one, depth - 1)
 
 

@@ -125,10 +125,10 @@ def _workloads(work: Workspace, base: Any) -> list[Workload]:
     device, first = model_device(base), next(iter(example.values()))
     batches = [{key: value[:count].to(device) for key, value in example.items()} for count in sorted({1, len(first)})]
     workloads = [_forward_workload(batch) for batch in batches]
-    limit = most_tokens(base) if work.config.task == "language" else None
-    room = PROMPT if limit is None else limit - NEW_TOKENS
-    if work.config.task == "language" and callable(getattr(base, "generate", None)) and room >= 0:
-        length = max(1, min(PROMPT, room))  # the last token that is generated is not read
+    generates = work.config.task == "language" and callable(getattr(base, "generate", None))
+    limit = most_tokens(base) if generates else 0
+    if limit is None or limit >= NEW_TOKENS:  # the last token that is generated is not read
+        length = PROMPT if limit is None else max(1, min(PROMPT, limit - NEW_TOKENS))
         prompt = {key: value[:1, :length] for key, value in batches[0].items()}
         generate = functools.partial(_generate, prompt)
         workloads.append(Workload(f"{NEW_TOKENS} tokens generated", NEW_TOKENS, generate))

@@ -286,8 +286,25 @@ def clear_errors(name: str) -> Iterator[None]:
         yield
     except FlexrankError:
         raise
+    except UnicodeDecodeError as error:
+        raise FlexrankError(f"data.path {_undecodable_file(name)}: not UTF-8 text; save it as that") from error
     except (DatasetsError, OSError, ValueError, TypeError, RuntimeError, EOFError, zlib.error) as error:
         raise FlexrankError(f"data.path {name}: cannot be read: {first_line(error)}") from error
+
+
+def _undecodable_file(path: str) -> str:
+    """The first file of text or JSON lines in a corpus that is not UTF-8; without such a file, the path."""
+    found = Path(path).rglob("*") if Path(path).is_dir() else map(Path, glob.glob(path, recursive=True))
+    files = sorted(str(file) for file in found if file.name.endswith(SUFFIXES["jsonl"] + SUFFIXES["text"]))
+    return next(itertools.filterfalse(_is_utf8, files), path)
+
+
+def _is_utf8(file: str) -> bool:
+    with OPENERS.get(Path(file).suffix, open)(file, "rt", encoding="utf8") as lines:
+        try:
+            return all(True for _ in lines)
+        except UnicodeDecodeError:
+            return False
 
 
 def _column(column: str | None, columns: Sequence[str], path: str) -> str:

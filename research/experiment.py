@@ -21,6 +21,8 @@ from flexrank.run.config import RunConfig
 from flexrank.run.directory import files_digest
 from research.result import Result
 
+#: The sizes that experiments compare, as shares of the dense parameters.
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: In the order of the paper.
 STUDIES = (
     "theory", "ranking", "front", "lm-profiles", "calibration-size", "layerwise", "joint-vs-single", "equal-budget",
@@ -118,9 +120,9 @@ class Ledger:
 
         Each missing unit runs in a fresh process, `jobs` of them at once; `jobs=0` runs them in this process.
         """
-        missing = {name: arguments for name, arguments in units.items() if name not in self._units}
         if jobs == 0:
             return {name: self.take(name, compute, *arguments) for name, arguments in units.items()}
+        missing = {name: arguments for name, arguments in units.items() if name not in self._units}
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
             futures = {pool.submit(compute, *arguments): name for name, arguments in missing.items()}

@@ -1,7 +1,7 @@
 """The networks on CIFAR-10 that methods are compared on: ResNet-20, and a vision transformer that is trained first."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,8 @@ def subject_of(
     return Subject(one.model, *parts, LogitObjective(), score, EXCLUDE[name]), training
 
 
-def computing(model: Any, teacher: Any) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def computing(model: Any, teacher: Any) -> Iterator[None]:
     """Inside the `with` block, both models compute as they do in training."""
-    stack = contextlib.ExitStack()
-    for one in (model, teacher):
-        stack.enter_context(short_attention(one))
-    return stack
+    with short_attention(model), short_attention(teacher):
+        yield

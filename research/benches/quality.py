@@ -20,10 +20,9 @@ from flexrank.distill.objectives import FisherObjective
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import uniform_profile, use_profile
 from flexrank.profiles import ProfileChain, RankProfile, SensitivityTable
-from research.experiment import EVERY_RANK, Ledger, Request
+from research.experiment import BUDGETS, EVERY_RANK, Ledger, Request
 from research.result import between, goal, spreads, table
 
-BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 BEFORE, AFTER = "fisher, joint", "consolidated"  #: rows of the model that is consolidated
 SEPARATE_BUDGETS = (0.9, 0.8, 0.7, 0.5, 0.3)  #: budgets for which a model is trained separately
 #: Scores of one model by measure, at each of `BUDGETS`; None where it was not scored.

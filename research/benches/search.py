@@ -11,12 +11,11 @@ import numpy as np
 
 from flexrank.allocate import allocate_ranks
 from flexrank.profiles import Footprint, SensitivityTable
-from research.experiment import EVERY_RANK, Experiment, Request
+from research.experiment import BUDGETS, EVERY_RANK, Experiment, Request
 from research.figures import NEUTRAL, OTHER, OURS, draw_seeds, panels
 from research.measures import unconstrained_bounds
 from research.result import Result, goal, measured, table
 
-BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LAYERS = (4, 12, 48, 112, 224)
 LEVELS = (10, 20)
 WIDTH = 512

@@ -32,12 +32,11 @@ from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_, select_layers
 from flexrank.nn.switch import full_profile, uniform_profile, use_profile
 from research.assets import assets_directory
-from research.experiment import Experiment, Request
+from research.experiment import BUDGETS, Experiment, Request
 from research.figures import NEUTRAL, OTHER, OURS, draw_level, panels
 from research.machine import random_llama
 from research.result import Result, goal, measured, table
 
-BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Goals, and the paper's cost in time (FlexRank, section 3.4).
 TIME_GOAL, MEMORY_GOAL, PAPER = 1.15, 1.6, 2.0
 REPEATS, DTYPES = 2, ("float32", "bfloat16")

@@ -31,11 +31,10 @@ from research.benches import images, language, sts
 from research.benches.quality import Subject, chain_of
 from research.benches.tasks import task_measure
 from research.benches.training_free import CONFIG_MEASURES, config_subject, require_comparable
-from research.experiment import EVERY_RANK, Request
+from research.experiment import BUDGETS, EVERY_RANK, Request
 from research.studies.language import identity_of
 from research.studies.vision import NETWORKS
 
-BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: Steps of all sizes together, in the quick and in the full form.
 STEPS = {"stories260k": (320, 1600), "pycode5m": (160, 800), "babyllama": (320, 1600), "all-MiniLM-L6-v2": (160, 800)}
 STEPS |= {"resnet20": (320, 700), "vit": (320, 700)}

@@ -41,9 +41,9 @@ from research.baselines.method import (
 )
 from research.baselines.statistics import mean_loss, next_token_loss
 from research.benches import images, language, sts
-from research.benches.quality import BUDGETS, Subject, chain_of
+from research.benches.quality import Subject, chain_of
 from research.benches.tasks import task_measure
-from research.experiment import EVERY_RANK, Request
+from research.experiment import BUDGETS, EVERY_RANK, Request
 from research.machine import track_resources
 from research.studies.language import identity_of
 from research.studies.vision import NETWORKS

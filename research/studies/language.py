@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import shutil
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from flexrank.run.stages import read_chain
 from flexrank.run.training import autocast_dtype, train_
 from flexrank.run.trials import UNTRIED
 from flexrank.run.workspace import Workspace
+from flexrank.version import __version__
 from research.assets import asset_path
 from research.experiment import Ledger, Request
 from research.figures import draw_level, draw_seeds, panels
@@ -80,7 +80,7 @@ def identity_of(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
     files = {name: identity(path) for name, path in sources.items() if path is not None}
     files |= {"data": data_identity(config.data)}
     values = config.model_dump(mode="json", include=set(keys))
-    return {**values, "files": files, "flexrank": metadata.version("flexrank")}
+    return {**values, "files": files, "flexrank": __version__}
 
 
 def checked_config(request: Request) -> RunConfig:

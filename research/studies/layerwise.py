@@ -63,9 +63,6 @@ class BlockObjective:
         pairs = [(own.float(), wanted.float()) for own, wanted in zip(self.outputs.values(), target, strict=True)]
         return torch.stack([(own - to).square().sum() / to.square().sum() for own, to in pairs]).mean()
 
-    def __repr__(self) -> str:
-        return "BlockObjective()"
-
 
 @contextlib.contextmanager
 def teacher_forced_blocks(teacher: nn.Module, student: nn.Module) -> Iterator[BlockObjective]:

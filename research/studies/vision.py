@@ -36,13 +36,12 @@ from flexrank.nn.switch import use_profile
 from flexrank.progress import track
 from flexrank.run.training import autocast_dtype
 from research.assets import assets_directory
-from research.experiment import EVERY_RANK, Experiment, Ledger, Request
+from research.experiment import BUDGETS, EVERY_RANK, Experiment, Ledger, Request
 from research.figures import NEUTRAL, OTHER, OURS, draw_level, draw_seeds, panels
 from research.measures import AlteredBatches, accuracy, leading_count
 from research.result import Result, between, claim, measured, shown, spread, spreads, table
 from research.studies import cifar
 
-BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 #: The networks, with their learning rates of consolidation.
 NETWORKS = {"vit": 1e-4, "resnet20": 2.5e-4}
 #: A directory beside the study's own, for the transformer that it trains once.

@@ -286,7 +286,7 @@ def joined() -> Iterator[None]:
         if not _group.is_ending:
             _group.store.set(f"signed/{number}", "")
             dist.destroy_process_group()
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     finally:
         is_over.set()
         _group = None

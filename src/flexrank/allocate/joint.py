@@ -157,7 +157,11 @@ def _quiet_output() -> Iterator[None]:
     """Discards standard output inside the block, because HiGHS 1.12 prints a line to it (its issue 2783)."""
     if sys.stdout is not None:  # as it is without a console
         sys.stdout.flush()
-    kept = os.dup(1)
+    try:
+        kept = os.dup(1)
+    except OSError:  # it is closed, as in some daemons: there is nothing to discard
+        yield
+        return
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     try:

@@ -173,10 +173,10 @@ def collect_rows(
     def keep(name: str, inputs: Tensor, outputs: Tensor) -> None:
         layer = layers[name]
         index = torch.arange(len(output_rows(layer, outputs)))
-        real, chosen = masked_rows(index, match_mask_layout(masks, inputs)), torch.zeros(len(index), dtype=torch.bool)
+        real, is_kept = masked_rows(index, match_mask_layout(masks, inputs)), torch.zeros(len(index), dtype=torch.bool)
         kept = min(quota, len(real))  # places in whole numbers: float32 has not all of them
-        chosen[real[torch.arange(kept) * (len(real) - 1) // max(kept - 1, 1)]] = True
-        parts = call_parts(layer, inputs, outputs, [chosen])
+        is_kept[real[torch.arange(kept) * (len(real) - 1) // max(kept - 1, 1)]] = True
+        parts = call_parts(layer, inputs, outputs, [is_kept])
         rows = torch.cat([masked_rows(input_rows(layer, part), some) for part, _, some in parts])
         samples[name].append(rows.detach().float().cpu())
 

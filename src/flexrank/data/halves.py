@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexrank.errors import FlexrankError
+from flexrank.files import digest_tensor
 
 Item = TypeVar("Item")
 Half = Literal["tuning", "reporting"]
@@ -16,8 +17,8 @@ HALVES: tuple[Half, Half] = ("tuning", "reporting")
 
 def half_of(content: str | Tensor) -> Half:
     """The half that a text or a sample's tensor belongs to: the same in every process, whatever else the set holds."""
-    data = content.encode() if isinstance(content, str) else content.detach().cpu().contiguous().numpy().tobytes()
-    return HALVES[hashlib.sha256(data).digest()[0] % 2]
+    digest = hashlib.sha256(content.encode()).hexdigest() if isinstance(content, str) else digest_tensor(content)
+    return HALVES[int(digest[:2], 16) % 2]
 
 
 def select_half(

@@ -20,7 +20,7 @@ from flexrank.artefacts.inspect import PROGRAM_DOCUMENT as DOCUMENT
 from flexrank.artefacts.inspect import PROGRAM_KIND, inspect_artefact
 from flexrank.data.batches import output_tensor
 from flexrank.deployment.dense import dense_model
-from flexrank.deployment.exports import relative_difference, require_no_problems
+from flexrank.deployment.exports import OUTPUT_BOUNDS, relative_difference, require_no_problems
 from flexrank.deployment.runtimes import RUNTIMES, TRACED, Inputs, Run, program_of, sample_inputs
 from flexrank.errors import FlexrankError, first_line, is_out_of_memory
 from flexrank.hf import models
@@ -39,7 +39,7 @@ VERIFIED = (TRACED, (1, 13))
 #: wrong conversion is far above them.
 BOUNDS: dict[str, dict[torch.dtype, float]] = {
     "dense": {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4},
-    "torch": {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6},
+    "torch": OUTPUT_BOUNDS,
     "onnx": {torch.float32: 1e-4},
     "openvino": {torch.float32: 1e-4},
     "executorch": {torch.float32: 1e-4},

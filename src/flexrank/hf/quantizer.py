@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flexrank.errors import FlexrankError
-from flexrank.files import read_json
+from flexrank.files import dtype_name, read_json
 from flexrank.hf import models
 from flexrank.hf.remote_code import REMOTE_MODULE
 from flexrank.nn.experts import separate_as_recorded_
@@ -202,7 +202,7 @@ def _torchao_notes(files: Iterable[str]) -> dict[str, str]:
 
 def _warn_of_lower_precision(model: Any, own: str) -> None:
     """Warns that a model is loaded in a less precise dtype than it was deployed in: its slack is too small for that."""
-    asked = str(model.dtype).removeprefix("torch.")
+    asked = dtype_name(model.dtype)
     if torch.finfo(model.dtype).eps > torch.finfo(getattr(torch, own)).eps:
         way = "for which its slack is too small; deploy it in that dtype"
         log.warning("deployed in %s and loaded in %s, %s", own, asked, way)

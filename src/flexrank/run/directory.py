@@ -172,8 +172,7 @@ class RunDirectory:
 
     def seconds(self) -> dict[str, float]:
         """The seconds that each finished stage took."""
-        records = [read_json(path) for path in sorted((self.path / "stages").glob("*.json"))]
-        return {record["stage"]: record["seconds"] for record in records}
+        return {record["stage"]: record["seconds"] for record in self._records()}
 
     def partial(self, stage: str, fingerprint: str, ending: str = "") -> Path:
         """The path of the checkpoint from which a stage resumes after an interruption."""
@@ -186,8 +185,7 @@ class RunDirectory:
 
     def codes(self) -> dict[str, str]:
         """The `code_digest` of each finished stage whose record has one; earlier versions did not keep it."""
-        records = [read_json(path) for path in sorted((self.path / "stages").glob("*.json"))]
-        return {record["stage"]: record["code"] for record in records if "code" in record}
+        return {record["stage"]: record["code"] for record in self._records() if "code" in record}
 
     def remove_stale(self, fingerprints: Mapping[str, str], reached: Collection[str]) -> None:
         """Removes all of partial/ except what unfinished stages with these fingerprints resume from.
@@ -213,6 +211,10 @@ class RunDirectory:
     @property
     def _partial(self) -> Path:
         return self.path / "partial"
+
+    def _records(self) -> list[dict[str, Any]]:
+        """The finished stages' records, by name."""
+        return [read_json(path) for path in sorted((self.path / "stages").glob("*.json"))]
 
     def _record(self, stage: str) -> Path:
         return self.path / "stages" / f"{stage}.json"

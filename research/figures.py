@@ -7,15 +7,13 @@ from typing import Any
 
 from flexrank.files import atomic_file
 from flexrank.run.figures import STYLE
+from research.measures import distance
 
 #: Okabe and Ito's colour-blind-safe palette: ours; the paper's or a rival's method; neither; others.
 OURS, OTHER, NEUTRAL = "#0072b2", "#d55e00", "#999999"
 GREEN, YELLOW, PINK, SKY = "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
 #: The other methods in comparisons.
 RIVALS = (SKY, NEUTRAL, OTHER, PINK, YELLOW, GREEN)
-
-#: Distances from the base model below this value are drawn at it.
-LEAST = 1e-4
 
 
 def panels(columns: int = 1, size: tuple[float, float] = (6, 3.8), rows: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -38,8 +36,8 @@ def draw_seeds(
 
 
 def shown_distance(measure: str, score: float, base: float) -> float:
-    """Returns what is drawn for a score: the loss of accuracy, or the distance of other measures, at least `LEAST`."""
-    return base - score if measure == "accuracy" else max(LEAST, abs(score - base))
+    """Returns what is drawn for a score: the loss of accuracy, which may be negative, or another measure's distance."""
+    return base - score if measure == "accuracy" else distance(measure, score, base)
 
 
 def name_distances(axes: Any, measure: str) -> None:

@@ -93,12 +93,12 @@ and babyllama. One rate for all sizes is a compromise: on babyllama the best one
 though larger ones are better from .5 down.
 
 **What each part of consolidation is worth** (`python -m research ablation`, also with `--config`): flexrank by its
-defaults, and without one part at a time, from the same factors and ranks, at equal steps and at one learning rate. On
-ResNet-20 the largest sizes are within a few images of the base model, so their distances, and the verdicts below, are
-noise; its rows at .3 and .2 show what vectors of each size's own are worth. Balancing the losses and drawing the
-largest size more often are there for the largest sizes: on stories260k, MiniLM and pycode5m the verdicts on *losses
-balanced* and on *all of them (eq. 6)* rest on the largest sizes, and small ones are a little better without them. On
-pycode5m, whose .9 and .8 are within .002 nats of the base model, the last digits decide.
+defaults, and without one part at a time, from the same factors and ranks, at equal steps and at one learning rate. A
+distance in accuracy counts as half a point at least, the standard error on these images: on ResNet-20, whose .9 to .7
+are hardly further from the base model, only the vectors and all parts together are worth something at each seed.
+Balancing the losses and drawing the largest size more often are there for the largest sizes: on stories260k, MiniLM and
+pycode5m the verdicts on *losses balanced* and on *all of them (eq. 6)* rest on the largest sizes, and small ones are a
+little better without them. On pycode5m, whose .9 and .8 are within .002 nats of the base model, the last digits decide.
 """
 
 

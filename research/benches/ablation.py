@@ -20,6 +20,7 @@ from research.baselines.trained.ranks import at
 from research.baselines.trained.task import WARMUP, TrainingTask
 from research.benches.training_benchmarks import TrainingBenchmark, find_training_benchmark, training_benchmarks
 from research.experiment import Experiment, Ledger, Request
+from research.measures import distance
 from research.result import Result, between, goal, measured, spreads, table
 
 DEFAULT, BEFORE = "by the defaults", "before training"
@@ -158,7 +159,7 @@ def draw(data: Mapping[str, Any]) -> Any:
 def _distances(data: Mapping[str, Any], variant: str) -> list[list[float]]:
     """The distances of a variant's sizes from the base model, by seed and budget."""
     measure, base = data["measure"], data["base"]
-    return [[max(figures.LEAST, abs(row["scores"][measure] - base)) for row in rows] for rows in data["rows"][variant]]
+    return [[distance(measure, row["scores"][measure], base) for row in rows] for rows in data["rows"][variant]]
 
 
 EXPERIMENT = Experiment(

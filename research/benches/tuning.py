@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flexrank.data.batches import batch_rows, some_rows
-from research import figures
 from research.baselines import RANK_METHODS, RIVALS
 from research.baselines.method import Settings
 from research.benches.training_free import Benchmark, DecomposedModel, find_benchmark, measure_size_method, obstacle
 from research.experiment import Ledger, Request
+from research.measures import distance
 
 #: Trials use the benchmark's budgets that are nearest to these.
 BUDGETS = (0.8, 0.4)
@@ -111,7 +111,7 @@ def trial_errors(base: float, measure: str, trials: Sequence[Sequence[Mapping[st
 
 
 def _mean_log_distance(base: float, measure: str, rows: Sequence[Mapping[str, Any] | None]) -> float | None:
-    distances = [math.log(max(figures.LEAST, abs(row["scores"][measure] - base))) for row in rows if row]
+    distances = [math.log(distance(measure, row["scores"][measure], base)) for row in rows if row]
     return statistics.fmean(distances) if distances and len(distances) == len(rows) else None
 
 

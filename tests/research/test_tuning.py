@@ -138,6 +138,13 @@ def test_trials_are_compared_at_the_same_sizes() -> None:
     assert tuning.trial_errors(1.6, "nats", [[None, None]]) == [None]
 
 
+def test_a_size_that_classifies_better_than_the_base_model_gains_nothing_by_that() -> None:
+    """By hand, over a base of .86: ln .005 for .87 and for .858, ln .04 for .82."""
+    trials = [[{"scores": {"accuracy": value}}] for value in (0.87, 0.858, 0.82)]
+    wanted = [pytest.approx(math.log(value)) for value in (0.005, 0.005, 0.04)]
+    assert tuning.trial_errors(0.86, "accuracy", trials) == wanted
+
+
 def test_a_method_that_does_not_apply_has_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(training_free, "benchmarks", lambda _: [made()])
     monkeypatch.setattr(tuning, "obstacle", lambda *_: "too odd")

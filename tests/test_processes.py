@@ -236,6 +236,15 @@ def test_one_process_shares_with_nobody() -> None:
     assert torch.equal(tensor, torch.ones(2))
 
 
+def test_processes_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(FlexrankError, match="WORLD_SIZE is 2, but torchrun did not start this"), processes.joined():
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with processes.joined():
+        assert processes.count() == 1
+
+
 def test_a_process_group_of_the_callers_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")

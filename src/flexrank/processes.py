@@ -263,11 +263,15 @@ def joined() -> Iterator[None]:
     A process that ends with an error must call `agree_on_exit` first, even if the block could not be entered.
 
     Raises:
-        FlexrankError: torch.distributed has a process group already, FLEXRANK_TIMEOUT is not a number of seconds, or
-            there are more processes than GPUs.
+        FlexrankError: torch.distributed has a process group already, FLEXRANK_TIMEOUT is not a number of seconds, there
+            are more processes than GPUs, or the environment has the WORLD_SIZE of another launcher.
     """
     global _group
-    if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
+    size, is_started = os.environ.get("WORLD_SIZE", "1"), "TORCHELASTIC_RUN_ID" in os.environ
+    if size != "1" and not is_started:  # each would be the only process, and all would write the same files
+        right = "start the processes with torchrun, or unset WORLD_SIZE to run one alone"
+        raise FlexrankError(f"WORLD_SIZE is {size}, but torchrun did not start this process: {right}")
+    if size == "1":
         yield
         return
     import torch

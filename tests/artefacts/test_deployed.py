@@ -81,3 +81,6 @@ def test_a_run_and_an_elastic_artefact_are_named(tmp_path: Path) -> None:
         inspect_artefact(tmp_path)
     with pytest.raises(FlexrankError, match="an elastic artefact; read a size of it with load_elastic"):
         load_deployed(tmp_path / "elastic")
+    tiny.deployed("bert").save_pretrained(tmp_path / "saved")
+    with pytest.raises(FlexrankError, match="saved: holds a transformers model; load it with its from_pretrained"):
+        load_deployed(tmp_path / "saved")

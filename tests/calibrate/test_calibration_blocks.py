@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from flexrank.calibrate import Moments, Placement, by_block, collect_moments, moments_by_block
 from flexrank.calibrate.block_stream import States
@@ -15,7 +16,7 @@ from flexrank.distill.objectives import FeatureObjective
 from flexrank.nn.linalg import plain_svd
 from flexrank.nn.matrix import weight_matrix
 from flexrank.nn.select import nest_, select_layers
-from tiny import TRANSFORMERS, batch_for, build
+from tiny import DECODER, TRANSFORMERS, batch_for, build
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMERS, "perceptron", "convnet", "tied_blocks"])
@@ -43,6 +44,20 @@ def test_moments_by_block_are_those_of_one_pass(name: str, fisher: bool) -> None
             assert torch.equal(collected[layer].gradient_moment, moment.gradient_moment)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+@pytest.mark.parametrize("fisher", [False, True])
+def test_a_whole_block_may_stay_dense(block: int, fisher: bool) -> None:
+    model, batch = LlamaForCausalLM(LlamaConfig(**DECODER | {"num_hidden_layers": 3})), batch_for("llama_untied")
+    loss = FeatureObjective().fisher_loss if fisher else None
+    layers = select_layers(model, exclude=[f"model.layers.{block}"])
+    wanted = collect_moments(model, [batch] * 2, layers, gradient_loss=loss)
+    found: Moments = {}
+    for part in moments_by_block(model, [batch] * 2, list(layers), gradient_loss=loss):
+        found |= part
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name].moment, moment.moment) for name, moment in wanted.items())
 
 
 def test_blocks_are_checked_on_one_row() -> None:

@@ -29,6 +29,7 @@ from flexrank.files import FORMAT, write_document
 from tiny import outputs, relative
 
 NAMES = ("llama_tied", "gpt2", "bert", "qwen3", "phi3", "vit")
+HOME = Path(fr.__file__).parent  #: no export holds a path of this machine
 #: Rows and tokens that no export has seen.
 OTHER = (5, 21)
 #: What plain transformers computes, in a process where flexrank cannot be imported.
@@ -74,6 +75,7 @@ def check(name: str, to: str, place: Path) -> dict[str, Any]:
     batch = sample_inputs(small, *OTHER, seed=7)
     assert relative(read_export(place / "out", to)(batch), outputs(small, batch)) < 1e-5
     assert sorted(path.name for path in place.iterdir()) == ["out", "small"]
+    assert not any(str(HOME).encode() in path.read_bytes() for path in (place / "out").rglob("model.*"))
     return facts
 
 

@@ -118,12 +118,14 @@ def test_a_plain_encoder_becomes_a_sentence_transformers_model_of_mean_pooling(t
     library = pytest.importorskip("sentence_transformers")
     source = write_model(tmp_path / "source", "embedding")
     model, tokenizer = load_model(source, "embedding"), load_tokenizer(source)
-    MeanPooled(tokenizer).save_pretrained(source)
+    MeanPooled(tokenizer, 5).save_pretrained(source)
     found = library.SentenceTransformer(str(source), device="cpu")
     assert [type(module).__name__ for module in found] == ["Transformer", "Pooling", "Normalize"]
+    assert found.max_seq_length == 5
+    found.max_seq_length = 128
     assert tiny.relative(torch.tensor(found.encode(SENTENCES)), embeddings(model, tokenizer)) < 1e-5
     (source / "1_Pooling" / "config.json").write_text("its own")
-    MeanPooled(tokenizer).save_pretrained(source)
+    MeanPooled(tokenizer, 5).save_pretrained(source)
     assert (source / "1_Pooling" / "config.json").read_text() == "its own"
 
 

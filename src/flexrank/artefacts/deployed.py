@@ -90,6 +90,8 @@ def load_deployed(directory: str | Path, *, model: nn.Module | None = None) -> n
     directory = Path(directory)
     if (directory / "elastic.json").is_file():
         raise FlexrankError(f"{directory}: an elastic artefact; read a size of it with load_elastic")
+    if (directory / "config.json").is_file() and not (directory / DOCUMENT).is_file():  # by `save_pretrained` alone
+        raise FlexrankError(f"{directory}: holds a transformers model; load it with its from_pretrained")
     document = read_document(directory / DOCUMENT, KIND, KEYS)
     if document["library"] != "torch":
         raise FlexrankError(f"{directory}: holds a {document['library']} model; load it with its from_pretrained")

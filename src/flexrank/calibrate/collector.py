@@ -133,7 +133,7 @@ class Collector:
         """
         if processes.count() > 1:
             self._sum_over_processes(counts)
-        if not any(entry.tokens for entry in self._moments.values()):
+        if self._moments and not any(entry.tokens for entry in self._moments.values()):  # a dense block has none
             raise FlexrankError("calibration saw no rows: the batches are empty")
         for name, entry in self._moments.items():
             mirror(entry.moment)  # a shared moment is mirrored again, which changes nothing

@@ -133,12 +133,19 @@ def _processed_size(source: Path) -> Any:
 
 
 def _traced(program: nn.Module, inputs: Inputs, is_bounded: bool = False) -> torch.export.ExportedProgram:
-    """The program as a torch graph for any number of rows and tokens, or with `is_bounded` up to the maximum."""
+    """The program as a torch graph for any number of rows and tokens, or with `is_bounded` up to the maximum.
+
+    It keeps no stack traces, which are longer than a small graph and hold this machine's paths.
+    """
     dynamic: Any = torch.export.Dim.DYNAMIC
     axes = [dynamic(min=1, max=most) for most in (MOST_ROWS, MOST_TOKENS)] if is_bounded else [dynamic, dynamic]
     shapes = {name: dict(enumerate(axes if value.ndim == 2 else axes[:1])) for name, value in inputs.items()}
     with torch.no_grad():
-        return torch.export.export(program, (), dict(inputs), dynamic_shapes=shapes)
+        traced = torch.export.export(program, (), dict(inputs), dynamic_shapes=shapes)
+    for module in traced.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    return traced
 
 
 def _write_torch(program: nn.Module, inputs: Inputs, directory: Path) -> None:
@@ -155,10 +162,13 @@ def _write_onnx(program: nn.Module, inputs: Inputs, directory: Path) -> None:
     names = {2: {0: "batch", 1: "sequence"}, 4: {0: "batch"}}
     axes = {name: names[value.ndim] for name, value in inputs.items()}
     with torch.no_grad():
-        torch.onnx.export(
-            program, (), directory / "model.onnx", kwargs=dict(inputs), input_names=list(inputs), dynamic_shapes=axes,
-            output_names=["output"], external_data=weights > ONE_FILE_BYTES, verbose=False, dynamo=True,
+        exported: Any = torch.onnx.export(
+            program, (), kwargs=dict(inputs), input_names=list(inputs), dynamic_shapes=axes, output_names=["output"],
+            verbose=False, dynamo=True,
         )  # fmt: skip
+    for node in exported.model.graph.all_nodes():
+        node.metadata_props.clear()  # stack traces, which hold this machine's paths
+    exported.save(directory / "model.onnx", external_data=weights > ONE_FILE_BYTES)
 
 
 def _read_onnx(directory: Path) -> Run:

@@ -61,11 +61,12 @@ def save_companions(model: Any, directory: Path, tokenizer: Any = None) -> None:
 class MeanPooled:
     """The tokenizer of a model that embeds texts by the normalised mean over real tokens, as `metrics.embed` does.
 
-    Saving it makes the directory a sentence-transformers model, unless it is one already.
+    Saving it makes the directory a sentence-transformers model that cuts texts at `max_tokens`, unless it is one
+    already.
     """
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, max_tokens: int):
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes the tokenizer, and a list of three modules: the model in the directory, pooling and normalisation."""
@@ -79,6 +80,7 @@ class MeanPooled:
         pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
         (directory / "1_Pooling").mkdir(exist_ok=True)
         write_json(directory / "1_Pooling" / "config.json", pooling)
+        write_json(directory / "sentence_bert_config.json", {"max_seq_length": self._max_tokens})
         paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
         write_json(
             directory / MODULES,

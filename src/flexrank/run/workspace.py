@@ -69,7 +69,8 @@ class Workspace:
     @property
     def saved_tokenizer(self) -> Any:
         """What is saved beside each of the run's models: the tokenizer and, for embedding, how texts are pooled."""
-        return MeanPooled(self.tokenizer) if self.config.task == "embedding" else self.tokenizer
+        data = self.config.data
+        return MeanPooled(self.tokenizer, data.max_tokens) if self.config.task == "embedding" else self.tokenizer
 
     @functools.cached_property
     def samples(self) -> Samples:

@@ -267,7 +267,7 @@ def joined() -> Iterator[None]:
             are more processes than GPUs, or the environment has the WORLD_SIZE of another launcher.
     """
     global _group
-    size, is_started = os.environ.get("WORLD_SIZE", "1"), "TORCHELASTIC_RUN_ID" in os.environ
+    size, is_started = os.environ.get("WORLD_SIZE") or "1", "TORCHELASTIC_RUN_ID" in os.environ
     if size != "1" and not is_started:  # each would be the only process, and all would write the same files
         right = "start the processes with torchrun, or unset WORLD_SIZE to run one alone"
         raise FlexrankError(f"WORLD_SIZE is {size}, but torchrun did not start this process: {right}")
@@ -290,7 +290,7 @@ def joined() -> Iterator[None]:
         if not _group.is_ending:
             _group.store.set(f"signed/{number}", "")
             dist.destroy_process_group()
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, before)
     finally:
         is_over.set()
         _group = None

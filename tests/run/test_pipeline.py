@@ -215,6 +215,8 @@ def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path) -> None:
         modules = json.loads((tmp_path / "run" / place / "modules.json").read_text())
         kinds = [module["type"].rpartition(".")[2] for module in modules]
         assert kinds == ["Transformer", "Pooling", "Normalize"]
+        length = json.loads((tmp_path / "run" / place / "sentence_bert_config.json").read_text())
+        assert length == {"max_seq_length": config["data"]["max_tokens"]}
     model, small = (
         transformers.AutoModel.from_pretrained(place).eval()
         for place in (sources / "embedding", tmp_path / "run" / "deployed" / "0.50")

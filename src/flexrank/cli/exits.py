@@ -110,7 +110,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # `agree_on_exit` may ignore it by now
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

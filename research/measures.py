@@ -22,7 +22,7 @@ from flexrank.profiles.costs import Shape, rank_block
 
 #: Distances from the base model count as these at least: tables show hardly smaller ones, and 2,000 images, on which an
 #: accuracy has a standard error of .5 to .8 points, do not tell sizes apart that are closer to the base model.
-LEAST_DISTANCE, CHANCE = 1e-4, 0.005
+LEAST_DISTANCE, LEAST_IN_ACCURACY = 1e-4, 0.005
 #: Separates the stories of a TinyStories file.
 STORY_SEPARATOR = "\n<|endoftext|>\n"
 #: The longest held-out story, as a multiple of the median length.
@@ -63,7 +63,7 @@ def distance(measure: str, score: float, base: float) -> float:
 
     A size that classifies better than the base model has the least distance, because its lead is chance.
     """
-    return max(CHANCE, base - score) if measure == "accuracy" else max(LEAST_DISTANCE, abs(score - base))
+    return max(LEAST_IN_ACCURACY, base - score) if measure == "accuracy" else max(LEAST_DISTANCE, abs(score - base))
 
 
 def leading_count(energies: Tensor, share: float) -> int:

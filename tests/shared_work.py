@@ -301,6 +301,7 @@ def all_work(place: Path) -> dict[str, Tensor]:
 
 
 def main(place: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     with processes.joined():
         count, number = processes.count(), processes.number()
         tensors = {key: value.contiguous().clone() for key, value in all_work(place).items()}
@@ -334,6 +335,7 @@ def main(place: Path) -> None:
         facts["same"] = [processes.same_everywhere("one"), processes.same_everywhere(number)]
         facts["pid"], facts["streamed"] = os.getpid(), streamed(place)
         save_file(tensors, place / f"{count}-{number}.safetensors")
+    facts["restored"] = signal.getsignal(signal.SIGTERM) is before
     with processes.joined():  # again, with the same store of torchrun
         facts["again"] = [
             processes.on_first_process(lambda: "second"),

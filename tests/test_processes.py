@@ -80,6 +80,7 @@ def test_several_processes_compute_what_one_does(alone: Any) -> None:
         ]
         assert own["merged"] == {str(n): [n] if n < count else None for n in range(2 * count)}
         assert own["first"] == [1, 0, facts[0]["pid"]] and own["again"] == ["second", own["merged"]]
+        assert own["restored"]
         assert own["streamed"] == streams
         assert (own["any"], own["same"]) == ([True, False], [True, False])
         assert own["whole"] == facts[0]["whole"]  # rounded by chance, and alike

@@ -13,6 +13,7 @@ from flexrank import allocate_ranks, nested_layers, refit_
 from flexrank.distill.objectives import LogitObjective
 from flexrank.nn.select import select_layers
 from flexrank.profiles import SensitivityTable
+from research import measures
 from research.baselines import RANK_METHODS, SIZE_METHODS, pifa
 from research.baselines.statistics import next_token_loss
 from research.benches import compare, training_free, tuning
@@ -143,6 +144,11 @@ def test_a_size_that_classifies_better_than_the_base_model_gains_nothing_by_that
     trials = [[{"scores": {"accuracy": value}}] for value in (0.87, 0.858, 0.82)]
     wanted = [pytest.approx(math.log(value)) for value in (0.005, 0.005, 0.04)]
     assert tuning.trial_errors(0.86, "accuracy", trials) == wanted
+
+
+def test_other_measures_have_a_least_distance_on_either_side() -> None:
+    distances = [measures.distance("nats", score, 1.5) for score in (1.4, 1.50003, 1.5004)]
+    assert distances == pytest.approx([0.1, 1e-4, 4e-4])
 
 
 def test_a_method_that_does_not_apply_has_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -237,6 +237,18 @@ MISUSES: dict[str, tuple[Misuse, str]] = {
         lambda base, model, batches, _: fr.find_slack(model, [HALF], activations={"0": torch.ones(3, 11)}),
         "activations of '0' fit no elastic layer",
     ),
+    "activations of one row": (
+        lambda base, model, batches, _: fr.find_slack(model, [HALF], activations={"0": torch.ones(12)}),
+        "activations of '0' fit no elastic layer",
+    ),
+    "a chain of JSON": (
+        lambda base, model, batches, _: fr.set_budget(model, 0.5, chain=tiny.chain_of(model).to_json()),
+        "chain is a dict; it is a ProfileChain",
+    ),
+    "an artefact without a chain": (
+        lambda base, model, batches, place: fr.save_elastic(model, None, place),
+        "chain is a NoneType; it is",
+    ),
     "an elastic base": (
         lambda base, model, batches, _: fr.refit_(model, HALF, copy.deepcopy(model), batches),
         "the base model has elastic layers",

@@ -1,9 +1,11 @@
 """Curves of candidates: fitted, and their slopes."""
 
 import numpy as np
+import pytest
 from tables import FOOTPRINT, allocate_ranks
 
 from flexrank.allocate.curves import LayerCurve, monotone, read_curves, step_slopes
+from flexrank.errors import FlexrankError
 from flexrank.profiles import SensitivityTable
 from flexrank.profiles.costs import deployed_parameters
 
@@ -41,3 +43,17 @@ def test_a_rank_that_costs_as_much_as_the_dense_layer_is_no_candidate():
     (curve,) = read_curves(table, 0.0, slack_share=0.1)
     assert curve.ranks.tolist() == [16, 32, 48, 64] and curve.parameters.tolist()[-2:] == [48 * 85, 4096]
     assert allocate_ranks(table, [0.99], min_saving=0.0, slack_share=0.1).requested[0].profile == {"a": 32}
+
+
+def test_a_budget_that_is_a_ranks_exact_cost_allows_it():
+    """0.145 · 200 is 28.999… in binary; rank 1 of 20 × 10 takes 29."""
+    table = SensitivityTable({"a": (20, 10)}, {"a": (1, 10)}, {"a": (1.0, 0.0)}, 0.0, FOOTPRINT)
+    chain = allocate_ranks(table, [0.145], min_saving=0, slack_share=0)
+    assert chain.requested[0].profile == {"a": 1} and chain.requested[0].parameters == 29
+
+
+@pytest.mark.parametrize("weights", [1.0, ["a"], "1"])
+def test_weights_that_are_no_list_of_numbers_are_refused(weights):
+    table = SensitivityTable({"a": (20, 10)}, {"a": (1, 10)}, {"a": (1.0, 0.0)}, 0.0, FOOTPRINT)
+    with pytest.raises(FlexrankError, match="weights is .+; it is a list of numbers, one for each budget"):
+        allocate_ranks(table, [0.5], weights=weights)

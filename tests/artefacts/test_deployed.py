@@ -1,6 +1,8 @@
 """Artefacts of deployed modules, and batches in files: the same bits back."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from torch import nn
 
 import tiny
 from flexrank.artefacts.deployed import load_deployed, save_deployed
-from flexrank.artefacts.elastic import save_elastic
+from flexrank.artefacts.elastic import load_elastic, save_elastic
 from flexrank.artefacts.inspect import inspect_artefact
 from flexrank.artefacts.tensors import read_batch, write_batch, write_tensors
+from flexrank.deployment import deploy
 from flexrank.distill.tensors import write_whole
 from flexrank.errors import FlexrankError
 from tiny import agree, deployed, outputs, same_state
@@ -84,3 +87,55 @@ def test_a_run_and_an_elastic_artefact_are_named(tmp_path: Path) -> None:
     tiny.deployed("bert").save_pretrained(tmp_path / "saved")
     with pytest.raises(FlexrankError, match="saved: holds a transformers model; load it with its from_pretrained"):
         load_deployed(tmp_path / "saved")
+
+
+class Kept(nn.Module):
+    """Keeps a scale in a list too, and a buffer in the memory of a parameter."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(12, 8)
+        self.scale = nn.Parameter(torch.randn(8))
+        self.scales = [self.scale]
+        self.table = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("before", self.table.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) * self.scales[0] @ self.before + self.table.sum()
+
+
+def saved_and_empty(kind: str, directory: Path) -> tuple[nn.Module, Callable[[nn.Module], Any]]:
+    """A model whose artefact of this kind is in the directory, and what fills a bare one from there."""
+    model = tiny.nest(Kept())
+    if kind == "elastic":
+        save_elastic(model, tiny.chain_of(model), directory)
+        return model, lambda bare: load_elastic(directory, model=bare)
+    small = deploy(model, {"layer": 4})
+    save_deployed(small, directory)
+    return small, lambda bare: load_deployed(directory, model=bare)
+
+
+@pytest.mark.parametrize("kind", ["elastic", "deployed"])
+def test_tensors_that_a_model_keeps_elsewhere_too_are_filled(kind: str, tmp_path: Path) -> None:
+    model, fill = saved_and_empty(kind, tmp_path / "saved")
+    bare, x = Kept(seed=1), torch.randn(3, 12)
+    fill(bare)
+    assert torch.equal(bare(x), model(x))
+    assert bare.scales[0] is bare.scale and type(bare.before) is torch.Tensor
+    assert kind == "deployed" or bare.before.data_ptr() == bare.table.data_ptr()  # `deploy` copies both
+
+
+@pytest.mark.parametrize("kind", ["elastic", "deployed"])
+def test_an_architecture_that_is_refused_stays_as_it_was(kind: str, tmp_path: Path) -> None:
+    _, fill = saved_and_empty(kind, tmp_path / "saved")
+    other, x = Kept(seed=1), torch.randn(3, 12)
+    other.further = nn.Linear(2, 2)
+    expected = other(x)
+    with pytest.raises(FlexrankError, match="tensor 'further.bias' of Kept is missing"):
+        fill(other)
+    assert torch.equal(other(x), expected) and type(other.layer) is nn.Linear
+    with torch.device("meta"):
+        nowhere = Kept()
+    with pytest.raises(FlexrankError, match="parameter 'scale' is not in memory"):
+        fill(nowhere)

@@ -118,3 +118,9 @@ def test_memory_does_not_grow_with_the_images_of_a_batch(collect: Any, monkeypat
     with Largest() as largest:
         collect(model, [images], {"": model})
     assert largest.numbers == model(images).numel() < 20 * POSITIONS * 27 / 3
+
+
+def test_an_empty_batch_gives_no_rows() -> None:
+    model, images = Masked(8, torch.float32), batch_of(count=2)["pixel_values"].float()
+    whole = collect_rows(model, [images], {"conv": model.conv})["conv"]
+    assert torch.equal(collect_rows(model, [images, images[:0]], {"conv": model.conv})["conv"], whole)

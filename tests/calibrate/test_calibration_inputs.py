@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import tiny
-from flexrank.calibrate import collect_moments, collect_rows, load_moments
+from flexrank.calibrate import collect_moments, collect_rows, load_moments, save_moments
 from flexrank.decompose import decompose_
 from flexrank.distill.objectives import LogitObjective
 from flexrank.errors import FlexrankError
@@ -131,3 +132,13 @@ def test_another_file_than_moments_is_named(tmp_path: Path) -> None:
         with pytest.raises(FlexrankError, match=f"{name}: {problem}") as caught:
             load_moments(tmp_path / name)
         assert "\n" not in str(caught.value)
+
+
+def test_moments_on_a_full_disk_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(FlexrankError, match=r"moments: cannot be written \(I/O error: No space left on device\)"):
+        save_moments({}, tmp_path / "moments")
+    assert not list(tmp_path.iterdir())

@@ -1,8 +1,12 @@
 """Deployed models against the elastic ones they come from."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import tiny
 from flexrank.deployment import FlexRankConfig, deploy, deployed_parameters_of, find_slack
@@ -142,8 +146,9 @@ def test_kept_slack_deploys_the_same_model_and_is_chosen_once(monkeypatch):
         shapes = {name: layer.matrix_shape for name, layer in nested_layers(model).items()}
         assert table.parameters(profile, shapes) == deployed_parameters_of(kept, profile)
     assert find_slack(model, profiles, dtype=torch.bfloat16, known=table) == table
-    with pytest.raises(FlexrankError, match="chosen for bfloat16; find_slack for float32"):
-        deploy(model, profiles[0], slack=table)
+    for use in (functools.partial(deploy, slack=table), lambda *one: find_slack(one[0], one[1:], known=table)):
+        with pytest.raises(FlexrankError, match="chosen for bfloat16; find_slack for float32"):
+            use(model, profiles[0])
 
 
 @torch.no_grad()
@@ -230,3 +235,13 @@ def test_a_deployed_model_has_no_hooks_of_the_elastic_one():
     assert not [name for name in vars(small) if "lock" in name]
     outputs(small, tiny.batch_for("perceptron"))
     assert seen == [1] and len(model._forward_hooks) == 2
+
+
+def test_a_base_with_computed_weights_is_deployed() -> None:
+    """As torch.nn.utils.prune leaves them after a forward with gradients."""
+    base, x = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 6)), torch.randn(4, 12)
+    model = tiny.nest(copy.deepcopy(base))
+    prune.l1_unstructured(base[0], "weight", 0.3)
+    expected = base(x).detach()
+    small = deploy(model, {"0": 8, "2": 6}, base=base)
+    assert torch.equal(small(x), expected)

@@ -258,3 +258,20 @@ def test_the_full_model_alone_has_nothing_to_learn_and_ranks_may_be_numpys() -> 
         for profile in (SMALL, {name: np.int64(rank) for name, rank in SMALL.items()})
     ]
     assert found[0] == found[1]
+
+
+def test_budgets_of_one_profile_are_one_size() -> None:
+    """Two sets of vectors, of which only one would learn, would lead sizes between budgets astray."""
+    teacher, model = build("perceptron"), nest(build("perceptron"))
+    middle, large = {"0": 5, "2": 4, "4": 3}, {"0": 8, "2": 4, "4": 5}
+    data = batches("perceptron")
+    profiles = [SMALL, middle, dict(middle), large]
+    distill_(model, teacher, data, profiles, objective=FeatureObjective(), steps=12, learning_rate=1e-2)
+    layers = nested_layers(model)
+    assert {name: layer.sizes.ranks for name, layer in layers.items()} == {
+        "0": [3, 5, 8],
+        "2": [4, 4, 4],
+        "4": [2, 3, 5],
+    }
+    assert all((row != 1).any() for layer in layers.values() for row in layer.sizes.outputs)
+    assert set_sizes_(model, [large, middle, SMALL, middle]) == [2, 1, 0, 1]

@@ -65,10 +65,10 @@ def test_usual_losses_by_hand() -> None:
     running.add(1e-9, 0)
     assert running.mean(0) == pytest.approx(3.8e-4)  # a ten thousandth of the greatest
     # The profiles are the sizes 2 and 0; the size 1 has had no step.
-    assert running.vector_scales([2, 0], 3) == [1.0, 1.0, pytest.approx(0.01)]
+    assert running.vector_scales([2, 0]) == [1.0, 1.0, pytest.approx(0.01)]
     running.add(0.95, 2)
-    assert running.vector_scales([2, 0, 1], 3) == [1.0, 0.5, pytest.approx(0.01)]
-    assert RunningLosses([-1.0], [0]).vector_scales([0, 1], 2) == [1.0, 1.0]
+    assert running.vector_scales([2, 0, 1]) == [1.0, 0.5, pytest.approx(0.01)]
+    assert RunningLosses([-1.0], [0]).vector_scales([0, 1]) == [1.0, 1.0]
 
 
 def test_the_largest_profile_below_the_full_model_is_drawn_twice_as_often() -> None:

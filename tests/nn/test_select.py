@@ -107,6 +107,15 @@ def test_layers_that_are_held_elsewhere_too_stay_dense(hold: Callable[[nn.Module
     assert dense_reasons(model)["1"].startswith("the model keeps it elsewhere too")
 
 
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_layers_whose_parameters_are_held_elsewhere_too_stay_dense(part: str) -> None:
+    """There they would be whole at every size, and of a reloaded model they would have other values."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.tied = [getattr(model[0], part)]
+    assert list(select_layers(model)) == ["1"]
+    assert dense_reasons(model)["0"].startswith("the model keeps it elsewhere too")
+
+
 def test_models_that_cannot_be_watched_are_refused() -> None:
     with pytest.raises(FlexrankError, match="model is a str; it is a torch module"):
         select_layers("bert")  # type: ignore[arg-type]

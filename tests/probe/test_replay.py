@@ -204,3 +204,18 @@ def test_blocks_that_read_what_earlier_ones_left_are_probed_without_replay() -> 
     evaluate = distillation_evaluator(Shared(), batches, FeatureObjective())
     table = probe_sensitivity(nest(Shared()), evaluate, 3, min_saving=0)
     assert table == probe_sensitivity(nest(Shared()), evaluate, 3, min_saving=0, replay_bytes=0)
+
+
+def test_modules_that_return_complex_numbers_are_probed() -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.fft(x)
+
+    class Real(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.real
+
+    model = nest(nn.Sequential(nn.Linear(WIDTH, WIDTH), Spectrum(), Real(), nn.Linear(WIDTH, WIDTH)).eval())
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    table = probe_sensitivity(model, lambda model: float(model(x).square().mean()), 3)
+    assert table == probe_sensitivity(model, lambda model: float(model(x).square().mean()), 3, replay_bytes=0)

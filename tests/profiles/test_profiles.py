@@ -148,3 +148,15 @@ def test_slack_is_counted_in_the_parameters_and_kept_by_layer_and_rank():
         table.at("a", 11)
     with pytest.raises(FlexrankError, match="chosen for bfloat16; find_slack for float32"):
         table.require_dtype("float32")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda chain: chain["entries"][1].pop("error"), "profile chain's entry: key 'error' is missing"),
+    (lambda chain: chain.update(footprint={}), "profile chain's footprint: key 'other_parameters' is missing"),
+    (lambda chain: chain.update(dense_parameters=0), "a chain's dense_parameters is 0; it is at least 1"),
+])  # fmt: skip
+def test_an_edited_chain_is_one_line(change, message):
+    written = CHAIN.to_json()
+    change(written)
+    with pytest.raises(FlexrankError, match=message):
+        ProfileChain.from_json(written)

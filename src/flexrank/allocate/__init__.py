@@ -158,6 +158,8 @@ def _weights_of(budgets: Sequence[float], weights: Weights | None) -> list[float
         if odd:
             raise FlexrankError(f"weights and budgets differ at budget {odd[0]}; give one weight for each budget")
         weights = [weights[budget] for budget in budgets]
+    if not isinstance(weights, Sequence) or not all(isinstance(weight, numbers.Real) for weight in weights):
+        raise FlexrankError(f"weights is {weights!r}; it is a list of numbers, one for each budget")
     if len(weights) != len(budgets):
         raise FlexrankError(f"{len(weights)} weights for {len(budgets)} budgets; give one weight for each budget")
     for budget, weight in zip(budgets, weights, strict=True):
@@ -170,7 +172,7 @@ def _caps(table: SensitivityTable, curves: Sequence[LayerCurve], budgets: Sequen
     """The parameters that each budget allows, rounded down; budgets are ascending."""
     dense = total_dense(table)
     least = sum(int(curve.parameters[0]) for curve in curves)
-    caps = [math.floor(budget * dense) for budget in budgets]
+    caps = [math.floor(budget * dense * (1 + 1e-12)) for budget in budgets]  # as `ProfileChain.entry_at` rounds
     if caps[0] < least:
         offered = math.ceil(least / dense * 1e4) / 1e4
         raise FlexrankError(f"budget {budgets[0]} is too small; the least that the probed ranks allow is {offered}")

@@ -20,7 +20,7 @@ from flexrank.errors import FlexrankError
 from flexrank.files import digest_files, directory_aside, read_document, verify_files, write_document
 from flexrank.nn.gauge_aligned import GaugeAlignedLayer
 from flexrank.nn.quantised import flatten_quantised, unflatten_quantised
-from flexrank.nn.select import replace_layers, require_merged, unwrapped
+from flexrank.nn.select import replace_layers, require_in_memory, require_merged, unwrapped
 from flexrank.nn.specs import build_layer, layer_spec
 from flexrank.version import __version__
 
@@ -109,10 +109,19 @@ def fill(
     aliases: Mapping[str, str],
     source: Path,
 ) -> nn.Module:
-    """Replaces a bare model's layers by those of the specs, and its state by the tensors; returns it in eval mode."""
+    """Replaces a bare model's layers by those of the specs, and its state by the tensors; returns it in eval mode.
+
+    Raises FlexrankError if it is another architecture, or not in memory, and then leaves it as it was.
+    """
+    require_in_memory(model)
     device = model_device(model)
-    replace_layers(model, {name: build_layer(spec, device="meta") for name, spec in layers.items()})
-    put_tensors(model, {name: tensor.to(device) for name, tensor in tensors}, aliases, source)
+    state = {name: tensor.to(device) for name, tensor in tensors}
+    replaced = replace_layers(model, {name: build_layer(spec, device="meta") for name, spec in layers.items()})
+    try:
+        put_tensors(model, state, aliases, source)
+    except FlexrankError:
+        replace_layers(model, replaced)
+        raise
     return model.eval()
 
 

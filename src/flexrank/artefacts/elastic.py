@@ -32,7 +32,7 @@ from flexrank.nn.select import require_in_memory, require_merged, unwrapped
 from flexrank.nn.sharding import is_sharded
 from flexrank.nn.specs import layer_spec, require_dtype
 from flexrank.nn.switch import footprint, nested_layers, require_fitting, set_profile
-from flexrank.profiles import ChainEntry, ProfileChain
+from flexrank.profiles.chain import ChainEntry, ProfileChain, require_chain
 
 ELASTIC_STATE = "elastic"
 ELASTIC_DOCUMENT = "elastic.json"
@@ -70,10 +70,10 @@ def save_elastic(
             its class is one of your own that was derived from transformers', and there is no factory.
     """
     require_dtype(deployed_dtype)
+    require_chain(chain)
     model = unwrapped(model)
-    require_in_memory(model)
-    require_merged(model)
-    require_unquantised(model)
+    for require in (require_in_memory, require_merged, require_unquantised):
+        require(model)
     if is_sharded(model) and not processes.is_first():
         layers = nested_layers(model)
         written = _written_ranks(layers, _trained_part(chain, layers))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
+from flexrank.nn.quantised import is_quantised
 
 
 def named_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -128,10 +129,15 @@ def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mappin
         if value.shape != wanted[name]:
             shapes = f"has shape {tuple(value.shape)}; the model needs {tuple(wanted[name])}"
             raise FlexrankError(f"{source}: tensor {name!r} {shapes}")
-    model.load_state_dict(given, assign=True)
+    for name, own in model.state_dict(keep_vars=True).items():
+        if not own.is_meta and not is_quantised({name: own, f"{name}, given": given[name]}):
+            own.data = given.pop(name)  # in place, because the model may keep the tensor elsewhere too, as in a list
+    model.load_state_dict(given, assign=True, strict=False)
     for alias, name in aliases.items():
-        owner, _, leaf = alias.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, functools.reduce(getattr, name.split("."), model))
+        own, other = (functools.reduce(getattr, one.split("."), model) for one in (alias, name))
+        if isinstance(own, nn.Parameter) == isinstance(other, nn.Parameter):  # a buffer shares its values alone
+            owner, _, leaf = alias.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, other)
 
 
 def write_batch(path: Path, batch: Batch) -> None:

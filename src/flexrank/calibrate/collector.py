@@ -184,7 +184,7 @@ def call_parts(
     Each part comes with the masks of its rows.
     """
     geometry = conv_geometry(layer)
-    if geometry is None or inputs.ndim < 4:
+    if geometry is None or inputs.ndim < 4 or not len(inputs):
         yield inputs, outputs, masks
         return
     count = geometry.positions(inputs)

@@ -38,7 +38,10 @@ def save_moments(moments: Moments, path: str | Path) -> None:
             tensors[f"{name}.gradient_moment"] = layer.gradient_moment.contiguous()
         header[name] = {"side": layer.side, "tokens": layer.tokens, "mean_square": layer.mean_square, "owner": owner}
     with atomic_file(path) as aside:
-        safetensors.torch.save_file(tensors, aside, metadata={"layers": json.dumps(header)})
+        try:
+            safetensors.torch.save_file(tensors, aside, metadata={"layers": json.dumps(header)})
+        except safetensors.SafetensorError as error:  # its own kind, as on a full disk
+            raise FlexrankError(f"{path}: cannot be written ({error})") from error
 
 
 def load_moments(path: str | Path) -> Moments:

@@ -32,7 +32,7 @@ from flexrank.nn.quantised import require_unquantised
 from flexrank.nn.select import drop_autocast_, require_in_memory, unwrapped
 from flexrank.nn.size_lock import drop_size_lock_
 from flexrank.nn.specs import build_layer, layer_spec
-from flexrank.nn.switch import layer_shapes, nested_layers, submodel
+from flexrank.nn.switch import detached_tensors, layer_shapes, nested_layers, submodel
 from flexrank.profiles import SlackTable
 from flexrank.profiles.chain import require_limits
 from flexrank.profiles.costs import aligned_parameters, dense_parameters, full_ranks, is_dense
@@ -183,7 +183,7 @@ def _copied(
     state = {id(value) for name, value in model.state_dict(keep_vars=True).items() if name not in kept}
     left = {inner for module in replaced for inner in module.modules()}
     # deepcopy uses what its memo holds as the copy of an object, so elastic weights are never copied.
-    memo: dict[int, Any] = {id(old): new for old, new in replaced.items()}
+    memo = detached_tensors(model) | {id(old): new for old, new in replaced.items()}
     for module in model.modules():
         for tensor in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)):
             if module not in left and id(tensor) not in memo:

@@ -44,6 +44,8 @@ def find_slack(
         profiles = [entry.profile for entry in profiles.requested]
     require_options(dtype, activations, layers)
     dtypes = deployed_dtypes(model, dtype)
+    if known is not None:
+        known.require_dtype(table_dtype(layers, dtype))
     columns = {name: dict(known.columns.get(name, {})) if known else {} for name in layers}
     wanted = {}
     for profile in profiles:
@@ -63,7 +65,7 @@ def require_options(dtype: Any, activations: Any, layers: Mapping[str, NestedLay
     if not isinstance(activations, (Mapping, NoneType)):
         raise FlexrankError(f"activations is a {type(activations).__name__}; it is what collect_rows returns")
     for name, rows in (activations or {}).items():
-        if name not in layers or rows.shape[-1:] != layers[name].matrix_shape[1:]:
+        if name not in layers or rows.ndim != 2 or rows.shape[1:] != layers[name].matrix_shape[1:]:
             raise FlexrankError(f"activations of {name!r} fit no elastic layer; collect_rows gives those of this model")
 
 

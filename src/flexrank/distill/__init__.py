@@ -182,7 +182,7 @@ def distill_(
         with training(model, teacher, trainable, gradient_checkpointing):
             running = RunningLosses(state.losses, state.choices) if is_balanced else None
             if running:
-                scale_vectors_(adam, model, lambda: running.vector_scales(size_indices, len(profiles)))
+                scale_vectors_(adam, model, lambda: running.vector_scales(size_indices))
             _train(step, state, schedule, profiles, accumulation, checkpoint_every, running, on_step)
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
 

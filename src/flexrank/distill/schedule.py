@@ -91,13 +91,13 @@ class RunningLosses:
             return None
         return max(self.means[choice], LEAST_LOSS * max(self.means.values()))
 
-    def vector_scales(self, size_indices: Sequence[int], count: int) -> list[float]:
-        """For each of `count` sizes, the square root of its mean loss over the largest; 1 before its first step.
+    def vector_scales(self, size_indices: Sequence[int]) -> list[float]:
+        """For each size, the square root of its mean loss over the largest; 1 before its first step.
 
         A loss grows with the square of the distance from the teacher. The profile of index i is the size
         `size_indices[i]`.
         """
-        scales, greatest = [1.0] * count, max(self.means.values(), default=0.0)
+        scales, greatest = [1.0] * (max(size_indices) + 1), max(self.means.values(), default=0.0)
         for choice in self.means if greatest > 0 else ():
             scales[size_indices[choice]] = math.sqrt(max(self.means[choice] / greatest, LEAST_LOSS))
         return scales

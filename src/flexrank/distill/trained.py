@@ -30,13 +30,14 @@ def layers_with_matrix(profiles: Sequence[Mapping[str, int]], full: Mapping[str,
 def set_sizes_(model: nn.Module, profiles: Sequence[Mapping[str, int]]) -> list[int]:
     """Gives each elastic layer the parameters that these sizes do not share; the outputs of all sizes stay the same.
 
-    These are vectors for each size and the full-rank matrices of `layers_with_matrix`. Returns each profile's index
-    among sizes, smallest first.
+    These are vectors for each size and the full-rank matrices of `layers_with_matrix`. Equal profiles are one size.
+    Returns each profile's index among sizes, smallest first.
     """
     layers, shapes, given = nested_layers(model), layer_shapes(model), profiles
     profiles = sorted(profiles, key=lambda profile: profile_parameters(profile, shapes))
     with_matrix = layers_with_matrix(profiles, full_ranks(shapes))
     rows: dict[str, list[Any]] = {name: [] for name in layers}
+    profiles = [profile for number, profile in enumerate(profiles) if profile not in profiles[:number]]
     for profile in profiles:
         with use_profile(model, profile):
             for name, layer in layers.items():

@@ -101,8 +101,7 @@ class DistillationTrainer(transformers.Trainer):
             self.optimizer = make_optimizer(self.model, self._trainable, args.learning_rate, args.weight_decay, **adam)
             set_rate(self.optimizer, args.learning_rate)
         if not self._is_noted:
-            count = len(self._profiles)
-            scale_vectors_(self.optimizer, self.model, lambda: self._running.vector_scales(self._size_indices, count))
+            scale_vectors_(self.optimizer, self.model, lambda: self._running.vector_scales(self._size_indices))
             self.optimizer.register_step_post_hook(self._note)
             self._is_noted = True
         return self.optimizer

@@ -68,7 +68,7 @@ def dense_reasons(
     for name, module in model.named_modules():
         if is_layer(module):
             reason = _selection_reason(model, name, include, exclude) or _weight_reason(name, module, owners)
-            if reason is None and id(module) in listed:
+            if reason is None and listed & {id(module), id(module.weight), id(module.bias)}:
                 reason = "the model keeps it elsewhere too, as in a list, where it would not be replaced"
         else:
             reason = unsupported_reason(module) or _unknown_reason(module)
@@ -179,12 +179,13 @@ def elastic_form(layer: nn.Module, factors: Factors) -> NestedLayer:
     return nested.train(layer.training)
 
 
-def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Replaces the named modules with new ones, under every parent of a module that several share."""
-    slots = parent_slots(model, new)
+def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Replaces the named modules with new ones, under every parent of a module that several share; returns the old."""
+    slots, replaced = parent_slots(model, new), {name: _found(model, name) for name in new}
     for name, module in new.items():
         for parent, child in slots[name]:
             setattr(parent, child, module)
+    return replaced
 
 
 def parent_slots(model: nn.Module, names: Iterable[str]) -> dict[str, list[ParentSlot]]:
@@ -261,16 +262,19 @@ def _weight_owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _listed(model: nn.Module) -> set[int]:
-    """The modules that some module holds other than as a child: in an attribute, a container or an object."""
+    """The modules and parameters that some module holds also in an attribute, a container or an object, by `id`."""
     attributes = {
-        id(value): value for parent in model.modules() for key, value in vars(parent).items() if key != "_modules"
+        id(value): value
+        for parent in model.modules()
+        for key, value in vars(parent).items()
+        if key not in ("_modules", "_parameters")
     }
-    return {id(module) for value in attributes.values() for module in _held(value, depth=3)}
+    return {id(one) for value in attributes.values() for one in _held(value, depth=3)}
 
 
-def _held(value: Any, depth: int) -> Iterator[nn.Module]:
-    """The modules in a value, in containers and objects that lie in each other up to this depth."""
-    if isinstance(value, nn.Module):
+def _held(value: Any, depth: int) -> Iterator[nn.Module | nn.Parameter]:
+    """The modules and parameters in a value, in containers and objects in each other up to this depth."""
+    if isinstance(value, (nn.Module, nn.Parameter)):
         yield value
     elif depth and not isinstance(value, (torch.Tensor, type, ModuleType)):
         items = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})

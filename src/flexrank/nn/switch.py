@@ -8,6 +8,7 @@ import logging
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from flexrank.nn.elastic import NestedLayer, SizeVectors
 from flexrank.nn.select import unwrapped
 from flexrank.nn.size_lock import size_lock_of
 from flexrank.profiles import ChainEntry, Footprint, ProfileChain, RankProfile
+from flexrank.profiles.chain import require_chain
 from flexrank.profiles.costs import Shape, largest_rank, profile_parameters
 
 log = logging.getLogger("flexrank")
@@ -107,6 +109,7 @@ def set_budget(
     chain = chain or next(iter(layers.values())).chain
     if chain is None:
         raise FlexrankError(f"{type(model).__name__} was not read by load_elastic and has no chain; give chain=…")
+    require_chain(chain)
     entry = chain.entry_at(budget, max_params=max_params, max_bytes=max_bytes)
     with size_lock_of(unwrapped(model)).exclusive():
         set_profile(model, entry.profile)
@@ -167,12 +170,18 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
     model = unwrapped(model)
     chains = (layer.chain for layer in nested_layers(model).values())
     shared = itertools.chain(model.parameters(), model.buffers(), chains)
-    # A weight that a forward has computed, as of torch.nn.utils.prune, cannot be copied with its gradient's graph.
-    computed = (one for module in model.modules() for one in vars(module).values() if isinstance(one, Tensor))
-    memo = {id(one): one.detach() for one in computed if not one.is_leaf} | {id(one): one for one in shared}
-    twin = copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, detached_tensors(model) | {id(one): one for one in shared})
     set_profile(twin, profile)
     return twin
+
+
+def detached_tensors(model: nn.Module) -> dict[int, Any]:
+    """A memo for `copy.deepcopy`: weights that a forward has computed, which cannot be copied with their graph.
+
+    Those of torch.nn.utils.prune and of its weight norm are such ones.
+    """
+    computed = (one for module in model.modules() for one in vars(module).values() if isinstance(one, Tensor))
+    return {id(one): one.detach() for one in computed if not one.is_leaf}
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ class _Outputs:
     def __init__(self) -> None:
         self.block: list[Any] = []
         self.modules: dict[nn.Module, list[Any]] = {}
-        self._sums: dict[nn.Module, list[float]] = {}
+        self._sums: dict[nn.Module, list[complex]] = {}
 
     def keep(self, module: nn.Module, _args: object, output: Any) -> None:
         self.modules.setdefault(module, []).append(output)
@@ -151,10 +151,10 @@ def _bytes(output: Any) -> float:
     return sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, Tensor))
 
 
-def _sum(output: Any) -> float:
+def _sum(output: Any) -> complex:
     """A checksum of the values; NaN, which never equals itself, if the output has more than tensors."""
     parts = list(_parts(output))
-    return sum(float(part.sum()) if isinstance(part, Tensor) else math.nan for part in parts)
+    return sum(part.sum().item() if isinstance(part, Tensor) else math.nan for part in parts)
 
 
 def _parts(output: Any) -> Iterator[Any]:

@@ -82,6 +82,12 @@ def require_limits(**limits: float | None) -> None:
             raise FlexrankError(f"budget {limit} is out of range; it is a share of dense parameters, in (0, 1]")
 
 
+def require_chain(chain: object) -> None:
+    """Raises FlexrankError unless this is a ProfileChain."""
+    if not isinstance(chain, ProfileChain):
+        raise FlexrankError(f"chain is a {type(chain).__name__}; it is a ProfileChain, as allocate_ranks returns")
+
+
 @dataclasses.dataclass(frozen=True)
 class ProfileChain:
     """Componentwise nested profiles in ascending order of cost: the paper's 𝓜*."""
@@ -99,6 +105,8 @@ class ProfileChain:
     def __post_init__(self) -> None:
         if not self.entries:
             raise FlexrankError("a chain needs at least one profile")
+        if self.dense_parameters < 1:
+            raise FlexrankError(f"a chain's dense_parameters is {self.dense_parameters!r}; it is at least 1")
         for small, large in zip(self.entries, self.entries[1:], strict=False):
             if small.parameters > large.parameters or not small.profile.fits_in(large.profile):
                 raise FlexrankError("a chain's profiles must be nested and rise in cost")
@@ -230,8 +238,10 @@ class ProfileChain:
         entries: list[ChainEntry] = []
         ranks: dict[str, int] = {}
         for entry in value["entries"]:
+            require_keys(entry, ("profile", "parameters", "error", "requested"), "profile chain's entry")
             ranks = ranks | entry["profile"]  # a complete profile in files of format 1
             entries.append(ChainEntry(RankProfile(ranks), entry["parameters"], entry["error"], entry["requested"]))
+        require_keys(value["footprint"], tuple(Footprint.__dataclass_fields__), "profile chain's footprint")
         return cls(
             entries=tuple(entries),
             dense_parameters=value["dense_parameters"],

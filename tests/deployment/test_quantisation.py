@@ -217,7 +217,7 @@ def test_a_quantised_module_is_stored(name: str, tmp_path: Path) -> None:
     import torchao.quantization as ao
 
     sizes = [nn.Linear(12, 24), nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 5)]
-    small = deploy(nest(Scaled(*sizes)), dict.fromkeys("0123", 4))
+    small = deploy(nest(Scaled(*sizes)), {"0": 4, "1": 4, "2": 4, "3": 5})  # the last one is dense
     ao.quantize_(small, getattr(ao, name)())
     save_deployed(small, tmp_path / "small")
     bare, batch = Scaled(*(nn.Linear(one.in_features, one.out_features) for one in sizes)), torch.randn(7, 12)

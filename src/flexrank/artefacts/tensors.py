@@ -130,7 +130,7 @@ def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mappin
             shapes = f"has shape {tuple(value.shape)}; the model needs {tuple(wanted[name])}"
             raise FlexrankError(f"{source}: tensor {name!r} {shapes}")
     for name, own in model.state_dict(keep_vars=True).items():
-        if not own.is_meta and not is_quantised({name: own, f"{name}, given": given[name]}):
+        if not own.is_meta and not is_quantised({name: given[name]}):
             own.data = given.pop(name)  # in place, because the model may keep the tensor elsewhere too, as in a list
     model.load_state_dict(given, assign=True, strict=False)
     for alias, name in aliases.items():

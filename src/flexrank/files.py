@@ -102,7 +102,10 @@ def directory_aside(path: str | Path, *markers: str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     stays = path.is_dir() and (path == Path.cwd() or path.is_mount() or not os.access(path.parent, os.W_OK))
     allowed = ~_umask()
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path if stays else path.parent))
+    try:
+        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".aside", dir=path if stays else path.parent))
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from None  # which the user knows
     aside.chmod(path.stat().st_mode & 0o777 if path.is_dir() else 0o777 & allowed)
     try:
         with _held(aside):

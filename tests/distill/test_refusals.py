@@ -23,6 +23,8 @@ from tiny import build, nest
         ({"max_norm": None}, r"max_norm is None; it must be a number above 0"),
         ({"learning_rate": "1e-4"}, r"learning_rate is '1e-4'; it must be a number above 0"),
         ({"warmup_steps": 0.5}, r"warmup_steps is 0.5; it must be a whole number from 0 up"),
+        ({"steps": True}, r"steps is True; it must be a whole number from 1 up"),
+        ({"learning_rate": True}, r"learning_rate is True; it must be a number above 0"),
         ({"steps": 2.5}, r"steps is 2.5; it must be a whole number from 1 up"),
         ({"objective": nn.MSELoss()}, r"objective is MSELoss\(\); it is an object with the methods target and loss"),
         ({"objective": LogitObjective}, r"objective is <class .*; it is an object with the methods target and loss"),

@@ -72,6 +72,11 @@ def test_a_directory_is_replaced_on_success_alone(tmp_path: Path) -> None:
     assert os.listdir(path) == ["new"] and os.listdir(tmp_path) == ["folder"]
 
 
+def test_a_place_that_takes_no_directory_is_named_as_it_was_given() -> None:
+    with pytest.raises(OSError, match="'/proc/small'$"):
+        directory_aside("/proc/small", "marker").__enter__()
+
+
 def test_nobody_elses_directory_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     path.mkdir()

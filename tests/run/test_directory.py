@@ -157,14 +157,12 @@ def test_what_reads_a_trained_model_does_not_train_it_again(
         rerun(copied, "distillation.steps=4", "deployment.slack=3", until=until)
     with pytest.raises(FlexrankError, match=r"again .allocation.budgets is \(0.6,\) and was \(0.8, 0.5\)."):
         rerun(copied, "allocation.budgets=[0.6]", until=until)
-    with pytest.raises(
-        FlexrankError, match="again .deployment.slack is 0 and was 'auto'.; `flexrank run` trains again"
-    ):
+    with pytest.raises(FlexrankError, match="again .deployment.slack is 0 and was 'auto'.; set that back, train again"):
         rerun(copied, "deployment.slack=0", until=until)
     with monkeypatch.context() as patch:
         patch.setattr(runner, "model_identity", lambda _: "other")
-        moved = "or the files of the model or the data, have changed or are not found from here"
-        with pytest.raises(FlexrankError, match=f"{moved}.*flexrank deploy {copied}/elastic` uses it as it is"):
+        moved = "or the files of model .* or of its data, which are looked for from the current directory, are not"
+        with pytest.raises(FlexrankError, match=f"{moved}.*or use it as it is by `flexrank deploy {copied}/elastic`"):
             run_stages(load_config(copied), until)
     assert {path: path.read_bytes() for path in (copied / "elastic").iterdir()} == before
     assert rerun(copied) == ()  # by the configuration of before

@@ -247,7 +247,7 @@ def test_an_encoder_goes_all_the_way(sources: Path, tmp_path: Path) -> None:
         (["model=package:no_such_package/model"], ["no_such_package", "pip install"]),
         (["data.path=nowhere.txt"], ["nowhere.txt"]),
         (
-            ["data.batch_size=4096"],
+            ["data.batch_size=4096", "data.calibration=4096"],
             ["data.calibration", "one batch of 4096", "a data.max_tokens below 32"],
         ),
         (["data.max_tokens=1000000"], ["data.max_tokens is 1000000", "reads at most 64"]),
@@ -281,7 +281,8 @@ def test_a_changed_file_of_held_out_texts_makes_the_run_anew(sources: Path, tmp_
     assert fingerprints(parse_config(values), values["model"]) != before
 
 
-def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path) -> None:
+def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flexrank")
     (copied / "deployed" / "mine.txt").write_text("not to be removed")
     (copied / "deployed" / ".0.50.killed00.aside").mkdir()
     (copied / "deployed" / "mine.old").mkdir()
@@ -295,6 +296,7 @@ def test_an_exported_size_that_is_no_longer_wanted_is_removed(copied: Path) -> N
         "mine.txt",
         "notes.old",
     ]
+    assert f"deploy: removed {copied}/deployed/0.50, as deployment.budgets has it no more" in caplog.text
     (copied / "deployed" / "mine.txt").write_text("and may change")
     assert rerun(copied, until="deploy") == ()
     rerun(copied, "deployment.budgets=[]", until="deploy")

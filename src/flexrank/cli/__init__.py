@@ -37,7 +37,9 @@ app = typer.Typer(
 )
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or a run directory.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key of the config.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key of CONFIG; a run keeps it.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Prints one JSON object, last on standard output.")]
 
 

@@ -250,13 +250,14 @@ def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: objec
 
 def _check_counts(least: int = 1, **counts: object) -> None:
     for name, count in counts.items():
-        if not isinstance(count, numbers.Integral) or count < least:
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < least:
             raise FlexrankError(f"{name} is {count!r}; it must be a whole number from {least} up")
 
 
 def _check_numbers(allow_zero: bool = False, **values: object) -> None:
     for name, value in values.items():
-        if not isinstance(value, numbers.Real) or math.isnan(value) or value < 0 or (value == 0 and not allow_zero):
+        is_refused = isinstance(value, bool) or (value == 0 and not allow_zero)
+        if is_refused or not isinstance(value, numbers.Real) or math.isnan(value) or value < 0:
             raise FlexrankError(f"{name} is {value!r}; it must be a number {'from 0 up' if allow_zero else 'above 0'}")
 
 

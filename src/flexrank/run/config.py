@@ -163,7 +163,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # letters, digits and any of . _ -
     task: Literal["embedding", "language", "classification"]  # decides the batches, the distillation loss and qualities
-    model: Annotated[str, Field(min_length=1)]  # a directory, a name on the hub, or `package:PACKAGE/PATH`
+    model: Annotated[str, Field(min_length=1)]  # a directory, from the current one; a hub name; `package:NAME/PATH`
     # A transformers config.json that a dry run reads in place of the model's own, which it gets from the hub.
     architecture: LocalPath | None = None
     # Of the elastic weights; bfloat16 takes half the memory, and is trained with stochastic rounding. The base model
@@ -313,21 +313,21 @@ def _first_line(error: pydantic.ValidationError) -> str:
     """The first problem in one line; unknown keys come first, because a misspelt key is also a missing one."""
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     key, kind = ".".join(map(str, problem["loc"])), problem["type"]
-    given, message = short_repr(problem["input"]), problem["msg"]
+    given = "null" if problem["input"] is None else short_repr(problem["input"])
+    message = problem["msg"][0].lower() + problem["msg"][1:]
     if kind == "extra_forbidden":
         return f"unknown key {key!r}; {_suggestion(key)}"
     if kind == "missing":
         return f"key {key!r} is missing"
     if kind == "model_type":
-        keys = [known for known in known_keys() if known.startswith(f"{key}.")]
-        return f"{key} is {given}; it is a section with keys {', '.join(keys)}"
+        message = f"it is a section with keys {', '.join(one for one in known_keys() if one.startswith(f'{key}.'))}"
     if kind == "value_error":
         message = str(problem["ctx"]["error"])
+        if key and isinstance(problem["input"], Mapping):  # two keys of a section
+            return f"{key}: {message}"
     if kind == "tuple_type":
         message = "input should be a list in brackets"
-    if kind == "value_error" and isinstance(problem["input"], Mapping):  # two keys of a section
-        return f"{key}: {message}" if key else message
-    return f"{key} is {given}; {message[0].lower()}{message[1:]}" if key else message
+    return f"{key} is {given}; {message}" if key else message
 
 
 def _suggestion(key: str) -> str:

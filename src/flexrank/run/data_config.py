@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -29,12 +29,16 @@ class Section(pydantic.BaseModel):
     def _empty_is_default(cls, value: object) -> object:
         return {} if value is None else value  # YAML reads a section without keys as null
 
-    @pydantic.field_validator("*", mode="before")
+    @pydantic.field_validator("*", mode="wrap")
     @classmethod
-    def _none_is_null(cls, value: object) -> object:
+    def _as_written(cls, value: Any, validate: pydantic.ValidatorFunctionWrapHandler) -> Any:
         if value == "None":
             raise ValueError("YAML reads None as text; write null")
-        return value
+        validated = validate(value)
+        given = value if isinstance(value, list | tuple) else [value]
+        if not isinstance(validated, bool) and any(isinstance(one, bool) for one in given):  # to pydantic, 0 and 1
+            raise ValueError("true and false are not numbers")
+        return validated
 
 
 class DataConfig(Section):
@@ -81,6 +85,8 @@ class DataConfig(Section):
                 yield f"data.{key} belongs to data.source {owners}; data.source is {self.source!r}"
         if self.source == "stdlib-docs" and self.path is not None:
             yield f"data.path {self.path} is not read by data.source 'stdlib-docs'; set data.source, such as to 'text'"
+        if self.calibration < self.batch_size:
+            yield f"data.calibration {self.calibration} is less than one batch of data.batch_size {self.batch_size}"
         if self.is_stream and self.training is not None:
             yield "data.training counts texts in memory; a stream gives what distillation.steps take, so leave it out"
         if not self.is_stream and self.shuffle_buffer != type(self)().shuffle_buffer:

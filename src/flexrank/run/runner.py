@@ -280,11 +280,11 @@ def _codes_as_trained(
     keys = [key for stage in STAGES if stage.name in _needed("distill") for key in stage.keys]
     # The probe also depends on whether slack is expected, which is not among its keys.
     changed = _changed_keys(old, config, keys) or _changed_keys(old, config, ["deployment.slack"])
-    parts = "its config.yaml, flexrank's own code, or the files of the model or the data,"
-    unknown = f"{parts} have changed or are not found from here"
-    why = "; ".join(changed[:2]) or unknown
-    place, ways = directory / "elastic", "`flexrank run` trains again, and `flexrank deploy"
-    raise FlexrankError(f"{place}: would be trained again ({why}); {ways} {place}` uses it as it is")
+    files = f"the files of model {config.model} or of its data, which are looked for from the current directory"
+    unknown = f"its config.yaml, flexrank's own code, or {files}, are not what they were"
+    why, place = "; ".join(changed[:2]) or unknown, directory / "elastic"
+    ways = f"set that back, train again by `flexrank run`, or use it as it is by `flexrank deploy {place}`"
+    raise FlexrankError(f"{place}: would be trained again ({why}); {ways}")
 
 
 def _changed_keys(old: RunConfig, config: RunConfig, keys: Sequence[str]) -> list[str]:

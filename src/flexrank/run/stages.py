@@ -230,6 +230,7 @@ def export_all(work: Workspace, _: str) -> list[str]:
     places = [entry["directory"] for entry in exports]
     for other in {entry["directory"] for entry in earlier} - set(places):
         if (work.directory / other / "flexrank.json").is_file():
+            log.info("deploy: removed %s, as deployment.budgets has it no more", work.directory / other)
             remove_artefact(work.directory / other)
     write_json(document, exports)
     return places

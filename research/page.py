@@ -59,11 +59,10 @@ adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD
 
 **Rivals that are weaker here than they can be** (docs/log.md): pycode5m was measured before DRONE filled its budgets,
 MatFormer kept heads longer, LayerSkip skipped blocks by sample, and more than two further rates were tried. Before
-babyllama's tables, SVD-LLM's adapters were at uniform ranks alone, on V before U. In the training-free tables of
-pycode5m and ResNet-20, SVD-LLM V2's four trials are one where its published ratios are sound; on ResNet-20 LEMS has its
-settings for texts. No table yet has separately trained sizes at rates of their own: one rate serves all of them too. On
-babyllama the best one over all sizes hardly moves `svd-llm + lora, joint`, though larger ones are better from .5 down,
-and worse from .8 up.
+babyllama's tables, SVD-LLM's adapters were at uniform ranks alone, on V before U. In the training-free table of
+pycode5m, SVD-LLM V2's four trials are one where its published ratios are sound. No table yet has separately trained
+sizes at rates of their own: one rate serves all of them too. On babyllama the best one over all sizes hardly moves
+`svd-llm + lora, joint`, though larger ones are better from .5 down, and worse from .8 up.
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and
@@ -72,7 +71,7 @@ artefact for all sizes cannot do: with flexrank's joint ranks it is ahead of all
 and pycode5m, from .6 down on ResNet-20 and from .8 down on stories260k. `refit` (`flexrank deploy RUN --budget B
 --refit`) does the same from flexrank's own components and ranks, also for one size at a time; components keep their
 weights, and biases are fitted too. On stories260k it is ahead of every method from .9 to .5; below, PIFA is ahead with
-one choice of ranks or another, and at .2 so is A3. On ResNet-20 it is ahead of every rival from .7 down, and within the
+one choice of ranks or another, and at .2 so is A3. On ResNet-20 it is ahead of every rival from .6 down, and within the
 standard error of .5 points above; on pycode5m it is ahead of every method from .6 down, and at most .0008 nats behind
 above; on MiniLM it is ahead of every method at every budget. It needs no training, and it is also ahead of the shared
 weights after the short trainings below: on ResNet-20 from .5 down (at .2 it loses 27 points and they lose 38), on

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from flexrank.errors import FlexrankError
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ LEFTOVER = re.compile(r"\.(?P<of>.+)\.[a-z0-9_]{8}\.(?P<kind>aside|old)")
 
 def write_json(path: str | Path, value: Any) -> None:
     """Writes `value` as JSON at `path`, replacing it in one rename (floats keep every bit: `repr` round-trips)."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n")
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -65,6 +67,15 @@ def require_keys(value: Mapping[str, Any], keys: tuple[str, ...], where: str) ->
     for key in keys:
         if key not in value:
             raise FlexrankError(f"{where}: key {key!r} is missing; it needs {', '.join(keys)}")
+
+
+@contextlib.contextmanager
+def clear_write_errors(path: str | Path) -> Iterator[None]:
+    """Turns safetensors' own error, as on a full disk, into a FlexrankError of one line that names what is written."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise FlexrankError(f"{path}: cannot be written ({error})") from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,6 +19,28 @@ from flexrank.deployment import deploy
 from flexrank.distill.tensors import write_whole
 from flexrank.errors import FlexrankError
 from tiny import agree, deployed, outputs, same_state
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("flexrank.artefacts.tensors.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    for write in (write_tensors, write_batch):
+        with pytest.raises(FlexrankError, match=r"there: cannot be written \(No space left on device\)"):
+            write(tmp_path / "there", {"a": torch.zeros(2)})
+    with pytest.raises(FlexrankError, match=r"state.safetensors: cannot be written \(No space left on device\)"):
+        write_whole(tmp_path, {"a": torch.zeros(2)})
+
+
+def test_a_wrong_tokenizer_or_factory_is_refused_before_tensors_are_written(tmp_path, monkeypatch):
+    model = tiny.elastic("perceptron")
+    monkeypatch.setattr("flexrank.artefacts.tensors.save_file", lambda *_, **__: pytest.fail("tensors are written"))
+    for given, message in ({"tokenizer": "tok"}, "tokenizer is 'tok'"), ({"factory": "nothing"}, "nothing"):
+        with pytest.raises(FlexrankError, match=message):
+            save_elastic(model, tiny.chain_of(model), tmp_path / "elastic", **given)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", list(tiny.PLAIN))

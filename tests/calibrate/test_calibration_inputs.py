@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import tiny
-from flexrank.calibrate import collect_moments, collect_rows, load_moments, save_moments
+from flexrank.calibrate import collect_moments, collect_rows, load_moments, moments_by_block, save_moments
 from flexrank.decompose import decompose_
 from flexrank.distill.objectives import LogitObjective
 from flexrank.errors import FlexrankError
@@ -112,11 +112,13 @@ def test_wrong_sides_counts_and_batches_are_named() -> None:
     layers = select_layers(model)
     with pytest.raises(FlexrankError, match="side 'output' is unknown; it is smaller or input"):
         collect_moments(model, [batch], layers, side="output")  # type: ignore[arg-type]
-    for count in (0, -1):
-        with pytest.raises(FlexrankError, match=f"count is {count}; collecting rows needs at least one"):
+    for count in (0, -1, 2.5):
+        with pytest.raises(FlexrankError, match=f"count is {count}; it is a whole number of rows from 1 up"):
             collect_rows(model, [batch], layers, count)
     with pytest.raises(FlexrankError, match="batches is a Tensor"):
         collect_rows(model, batch, layers)
+    with pytest.raises(FlexrankError, match="batches is a Tensor"):
+        next(moments_by_block(model, batch, layers))
 
 
 def test_another_file_than_moments_is_named(tmp_path: Path) -> None:

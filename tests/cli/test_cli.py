@@ -191,8 +191,8 @@ def test_an_edited_artefact_is_one_line(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "error", "part"),
     [
-        ("directory.RunDirectory.keep_config", OSError(28, "No space left", "/disk/t"), "/disk/t: No space left"),
-        ("stages.decompose_to_disk", SafetensorError("I/O error: No space left on device"), "decompose cannot write"),
+        ("run.directory.RunDirectory.keep_config", OSError(28, "No space left", "/disk/t"), "/disk/t: No space left"),
+        ("artefacts.tensors.save_file", SafetensorError("No space left"), "cannot be written (No space left)"),
     ],
 )
 def test_a_full_disk_is_one_line(
@@ -201,7 +201,7 @@ def test_a_full_disk_is_one_line(
     def full(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"flexrank.run.{where}", full)
+    monkeypatch.setattr(f"flexrank.{where}", full)
     assert part in refused("run", config, "--set", f"output={tmp_path / 'run'}")
 
 

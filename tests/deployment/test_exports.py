@@ -220,6 +220,13 @@ def test_a_class_of_ones_own_comes_from_its_factory(tmp_path, verified_here):
     assert torch.equal(load_deployed(tmp_path / "small")(**batch).logits, small(**batch).logits)
 
 
+def test_a_module_of_torch_is_refused_before_it_is_built(tmp_path):
+    model = tiny.elastic("perceptron")
+    save_elastic(model, tiny.chain_of(model), tmp_path / "elastic")  # names no factory
+    with pytest.raises(FlexrankError, match="elastic: holds a Sequential of torch, not a transformers model; read it"):
+        cut(tmp_path / "elastic", tmp_path / "small", budget=0.6)
+
+
 @pytest.mark.parametrize("kind", ["texts and images", "encoder-decoder classifier"])
 def test_models_that_need_other_inputs_are_cut(kind, tmp_path, verified_here):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

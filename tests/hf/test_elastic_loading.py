@@ -103,7 +103,7 @@ def test_limits_hold_for_what_is_loaded(dtype: torch.dtype, tmp_path: Path) -> N
     limits = {"max_params": counts, "max_bytes": [count * dtype.itemsize for count in counts]}
     for name, wanted in limits.items():
         for place, count in enumerate(wanted):  # what a size counts when it is deployed is enough for it
-            small, entry, _ = deploy_within_limits(tmp_path / "elastic", {name: count}, dtype=dtype)
+            small, entry = deploy_within_limits(tmp_path / "elastic", {name: count}, dtype=dtype)
             assert entry.profile == chain_of(model).entries[place].profile
             assert sum(one.numel() for one in small.parameters()) == counts[place]
         refused = f"^{name}={wanted[0] - 1} is too small: the smallest size has {counts[0]:,} parameters and "
@@ -125,7 +125,7 @@ def test_the_largest_of_sizes_between_the_requested_ones_is_returned(tmp_path: P
     fr.save_elastic(model, dataclasses.replace(chain, entries=(chain.entries[0], *entries)), tmp_path / "elastic")
     for entry in chain.entries:
         count = sum(one.numel() for one in fr.deploy(model, entry.profile).parameters())
-        small, found, _ = deploy_within_limits(tmp_path / "elastic", {"max_params": count})
+        small, found = deploy_within_limits(tmp_path / "elastic", {"max_params": count})
         assert found.profile == entry.profile and sum(one.numel() for one in small.parameters()) == count
 
 
@@ -139,7 +139,7 @@ def test_bytes_are_those_of_what_is_returned(tmp_path: Path) -> None:
         tensors = {one.data_ptr(): one.nbytes for one in small.state_dict().values()}
         wanted.append(sum(tensors.values()))
     for place, size in enumerate(wanted):
-        _, entry, _ = deploy_within_limits(tmp_path / "elastic", {"max_bytes": size}, dtype=torch.float32)
+        _, entry = deploy_within_limits(tmp_path / "elastic", {"max_bytes": size}, dtype=torch.float32)
         assert entry.profile == chain_of(model).entries[place].profile
 
 
@@ -148,7 +148,7 @@ def test_layers_of_two_dtypes_are_cut(tmp_path: Path) -> None:
     first = next(iter(fr.nested_layers(model).values())).bfloat16()
     fr.save_elastic(model, chain_of(model), tmp_path / "elastic")
     for limits in ({"budget": 0.5}, {"max_params": 11_000}):
-        small, entry, _ = deploy_within_limits(tmp_path / "elastic", limits)
+        small, entry = deploy_within_limits(tmp_path / "elastic", limits)
         assert {one.dtype for one in small.parameters()} == {torch.float32, torch.bfloat16}
         assert entry.requested is not None and sum(one.numel() for one in small.parameters()) <= 11_000
     assert first.u.dtype == torch.bfloat16

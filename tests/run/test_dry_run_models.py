@@ -1,6 +1,7 @@
 """Models that a dry run counts in a way of their own, or refuses as a run does."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,28 @@ from flexrank.calibrate import find_groups
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
 from flexrank.run.dry_run import dry_run
+from flexrank.run.dry_run.memory import matrix_bytes
+from tiny import llama_untied
 from tiny_dry_runs import config_of
+
+
+def test_a_run_without_training_may_have_the_base_model_alone(tmp_path: Path) -> None:
+    config = config_of(llama_untied, tmp_path, allocation={"budgets": [1.0]}, distillation={"steps": 0})
+    assert dry_run(config)["operations"]["consolidation"] == 0
+
+
+def test_a_layer_that_every_size_leaves_full_has_a_matrix_where_one_size_is_the_base_model(tmp_path: Path) -> None:
+    """Two layers of 8 by 8 in float32; the matrices are what that size gets back."""
+    profiles = [{"a": 2, "b": 8}, {"a": 4, "b": 8}, {"a": 8, "b": 8}]
+    config = config_of(llama_untied, tmp_path)
+
+    def counted(some: list[dict[str, int]]) -> int:
+        chain = SimpleNamespace(requested=[SimpleNamespace(profile=one) for one in some])
+        shapes = {"a": (8, 8), "b": (8, 8)}
+        architecture: Any = SimpleNamespace(chain=chain, shapes=shapes, file_dtype=torch.float32)
+        return matrix_bytes(architecture, config)
+
+    assert [counted(profiles), counted(profiles[:2])] == [2 * 8 * 8 * 4, 0]
 
 
 def test_a_layer_that_does_not_run_is_named_as_in_a_run(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from flexrank.artefacts.deployed import Factory, bare_model, describe, factory_n
 from flexrank.artefacts.tensors import ShardWriter, named_tensors, open_tensors, shared_places
 from flexrank.errors import FlexrankError
 from flexrank.hf import models
-from flexrank.hf.companions import local_directory, save_companions, verify_artefact
+from flexrank.hf.companions import local_directory, save_companions, save_tokenizer, verify_artefact
 from flexrank.nn.elastic import NestedLayer
 from flexrank.nn.experts import separate_as_recorded_
 from flexrank.nn.quantised import require_unquantised
@@ -100,8 +100,8 @@ class ElasticWriter:
         if self._library == "transformers":
             models.save_config(model, directory, dtype)
             save_companions(model, directory, tokenizer)
-        elif tokenizer is not None:
-            tokenizer.save_pretrained(directory)
+        else:
+            save_tokenizer(tokenizer, directory)
         self._files = files.digest_files(directory)  # without the tensors, which have their own digests
         self._shards = ShardWriter(directory, ELASTIC_STATE, shard_bytes)
         self._aliases = named_tensors(model.state_dict())[1]
@@ -127,6 +127,7 @@ class ElasticWriter:
         if models.is_transformers_model(model) and self._library == "torch" and factory is None:
             right = "give factory=, 'package.module:function', which builds it"
             raise FlexrankError(f"{type(model).__name__} is no class of transformers, which cannot build it; {right}")
+        maker = None if factory is None else factory_name(factory)
         # The bytes of what is written: the model may have another dtype than when it was probed.
         chain = dataclasses.replace(_trained_part(chain, layers), footprint=footprint(model, self._dtype))
         for entry in chain.entries:
@@ -135,7 +136,6 @@ class ElasticWriter:
         self._aliases = {alias: self._aliases[alias] for alias in model.state_dict().keys() & self._aliases.keys()}
         self._add_rest(chain, written)
         specs = {name: layer_spec(layer) | {"rank": written[name]} for name, layer in layers.items()}
-        maker = None if factory is None else factory_name(factory)
         content = describe(model, self._library, specs, self._aliases, maker)
         content["parameters"] = _written_parameters(model, written)
         content |= {"chain": chain.to_json(), "tensors": self._digests, "dtypes": self._dtypes}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch
 from flexrank.errors import FlexrankError
+from flexrank.files import clear_write_errors
 from flexrank.nn.quantised import is_quantised
 
 
@@ -51,10 +52,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     uses = Counter(storages.values())
     apart = {n: contiguous_copy(t) if uses[storages[n]] > 1 else t.contiguous() for n, t in tensors.items()}
-    try:
+    with clear_write_errors(path):
         save_file(apart, path, metadata={**notes, "format": "pt"})
-    except SafetensorError as error:
-        raise FlexrankError(f"{path}: cannot be written ({error})") from error
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:
@@ -155,7 +154,8 @@ def write_batch(path: Path, batch: Batch) -> None:
         structure = json.dumps({"kind": kind, "names": list(items), "plain": plain}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise FlexrankError(f"the inputs hold {', '.join(plain)}, not all tensors or plain values: {error}") from error
-    save_file(tensors, path, {"batch": structure})
+    with clear_write_errors(path):
+        save_file(tensors, path, {"batch": structure})
 
 
 def read_batch(path: Path, device: torch.device) -> Batch:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -125,6 +126,7 @@ def moments_by_block(
         side: this and `gradient_loss` as for `collect_moments`.
         placement: where blocks compute, and in which dtype; by default the model's device, and the dtypes as they are.
     """
+    require_several(batches)
     names, batches, placement = list(layers), list(batches), placement or Placement(model)
     require_layers({name: model.get_submodule(name) for name in names})
     first_of(iter(batches))
@@ -163,8 +165,8 @@ def collect_rows(
     if not isinstance(layers, Mapping):
         raise FlexrankError(f"layers is a {type(layers).__name__}; it is what select_layers or nested_layers returns")
     require_own(model, layers)
-    if count < 1:
-        raise FlexrankError(f"count is {count}; collecting rows needs at least one")
+    if not isinstance(count, numbers.Integral) or count < 1:
+        raise FlexrankError(f"count is {count!r}; it is a whole number of rows from 1 up")
     chosen = [batches[index] for index in sorted({round(i * (len(batches) - 1) / 15) for i in range(16)})]
     quota = -(-count // len(chosen))
     samples: dict[str, list[Tensor]] = {name: [] for name in layers}

@@ -9,7 +9,7 @@ import safetensors.torch
 from torch import Tensor
 
 from flexrank.errors import FlexrankError, first_line
-from flexrank.files import atomic_file
+from flexrank.files import atomic_file, clear_write_errors
 
 
 @dataclasses.dataclass
@@ -37,11 +37,8 @@ def save_moments(moments: Moments, path: str | Path) -> None:
         if layer.gradient_moment is not None:
             tensors[f"{name}.gradient_moment"] = layer.gradient_moment.contiguous()
         header[name] = {"side": layer.side, "tokens": layer.tokens, "mean_square": layer.mean_square, "owner": owner}
-    with atomic_file(path) as aside:
-        try:
-            safetensors.torch.save_file(tensors, aside, metadata={"layers": json.dumps(header)})
-        except safetensors.SafetensorError as error:  # its own kind, as on a full disk
-            raise FlexrankError(f"{path}: cannot be written ({error})") from error
+    with atomic_file(path) as aside, clear_write_errors(path):
+        safetensors.torch.save_file(tensors, aside, metadata={"layers": json.dumps(header)})
 
 
 def load_moments(path: str | Path) -> Moments:

@@ -16,7 +16,7 @@ from flexrank.artefacts.tensors import read_batch, write_batch
 from flexrank.data.batches import OUTPUTS, Batch, call_model, eval_mode, model_device, output_tensor, to_device
 from flexrank.deployment.process import in_fresh_process
 from flexrank.errors import FlexrankError
-from flexrank.files import directory_aside
+from flexrank.files import clear_write_errors, directory_aside
 from flexrank.hf import models
 from flexrank.hf.companions import save_companions
 from flexrank.nn.linalg import full_precision
@@ -91,7 +91,8 @@ def load_and_run(
     else:
         model = load_deployed(artefact)
     inputs = read_batch(Path(scratch, "inputs.safetensors"), torch.device(device))
-    save_file(_outputs(model.to(device), inputs), Path(scratch, "outputs.safetensors"))
+    with clear_write_errors(outputs := Path(scratch, "outputs.safetensors")):
+        save_file(_outputs(model.to(device), inputs), outputs)
     return problems
 
 

@@ -28,8 +28,8 @@ def deploy_within_limits(
     dtype: torch.dtype | None = None,
     device: Any = None,
     slack: Slack = "auto",
-) -> tuple[nn.Module, ChainEntry, nn.Module]:
-    """The largest size within the limits, as `deploy` returns it, its entry, and the elastic model that it is cut from.
+) -> tuple[nn.Module, ChainEntry]:
+    """The largest size within the limits, as `deploy` returns it, and its entry.
 
     `max_params` and `max_bytes` apply to the returned model, in its dtype and with its actual slack, which the
     artefact's own count of a size does not know.
@@ -66,10 +66,10 @@ def deploy_within_limits(
         return is_small
 
     if not whole:
-        return deployed(entries[-1]), entries[-1], elastic
+        return deployed(entries[-1]), entries[-1]
     if not (count := count_fitting(entries, fits)):
         refuse(whole, *stored_sizes(deployed(entries[0])))
-    return fitting[0], entries[count - 1], elastic
+    return fitting[0], entries[count - 1]
 
 
 def count_fitting(entries: Sequence[ChainEntry], fits: Callable[[ChainEntry], bool]) -> int:

@@ -101,7 +101,7 @@ class ElasticQuantizer(OrdinaryModelQuantizer):
             mend = "write the size with `flexrank deploy`, and load that with this device_map"
             raise FlexrankError(f"device_map names several devices, but a size is cut on one; {mend}")
         settings = self.quantization_config
-        small, entry, _ = deploy_within_limits(
+        small, entry = deploy_within_limits(
             self._directory, settings.limits, dtype=model.dtype, device=model.device, slack=settings.slack
         )
         _fill(model, small, entry.profile)

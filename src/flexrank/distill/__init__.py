@@ -157,7 +157,7 @@ def distill_(
     """
     _check(model, teacher, optimizer, autocast)
     _check_counts(steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
-    _check_counts(least=0, warmup_steps=warmup_steps)
+    _check_counts(least=0, warmup_steps=warmup_steps, seed=seed)
     profiles = profiles_of(chain, model)
     steps, accumulation, seed = int(steps), int(accumulation), int(seed)  # numpy integers are not JSON
     _check_numbers(learning_rate=learning_rate, max_norm=max_norm)

@@ -14,7 +14,7 @@ import safetensors.torch
 from torch import Tensor
 
 from flexrank import processes
-from flexrank.files import digest_file
+from flexrank.files import clear_write_errors, digest_file
 
 #: Approximate size of each file in which a process writes its parts; the writer holds a second copy of a file's bytes.
 FILE_BYTES = 2**26
@@ -23,7 +23,8 @@ WHOLE = "state.safetensors"
 
 def write_whole(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes all tensors to one file."""
-    safetensors.torch.save_file({name: one.contiguous() for name, one in tensors.items()}, directory / WHOLE)
+    with clear_write_errors(directory / WHOLE):
+        safetensors.torch.save_file({name: one.contiguous() for name, one in tensors.items()}, directory / WHOLE)
 
 
 def write_parts(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:

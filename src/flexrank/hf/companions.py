@@ -50,12 +50,16 @@ def save_companions(model: Any, directory: Path, tokenizer: Any = None) -> None:
     source = source_of(model)
     if source is not None:
         _copy(source, directory, COMPANION_GLOBS if tokenizer else (*COMPANION_GLOBS, *TOKENIZER))
-    if tokenizer is not None:
-        if not hasattr(tokenizer, "save_pretrained"):
-            raise FlexrankError(
-                f"tokenizer is {short_repr(tokenizer)}; it is what AutoTokenizer.from_pretrained returns"
-            )
-        tokenizer.save_pretrained(directory)
+    save_tokenizer(tokenizer, directory)
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Writes the tokenizer, if there is one; raises FlexrankError if it is none."""
+    if tokenizer is None:
+        return
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise FlexrankError(f"tokenizer is {short_repr(tokenizer)}; it is what AutoTokenizer.from_pretrained returns")
+    tokenizer.save_pretrained(directory)
 
 
 class MeanPooled:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from flexrank.errors import FlexrankError, first_line, is_out_of_memory
-from flexrank.files import dtype_name, read_document, read_json
+from flexrank.files import clear_write_errors, dtype_name, read_document, read_json
 from flexrank.hf.classes import TASKS, Task, class_for
 from flexrank.hf.companions import TOKENIZER_FILES, verify_artefact
 from flexrank.hf.remote_code import write_remote_code
@@ -220,10 +220,8 @@ def save_model(model: Any, directory: Path) -> None:
     # With several processes, transformers lets only the first write; here each has its own directories.
     model.__dict__["should_save_on_this_rank"] = lambda is_main_process: is_main_process
     try:
-        with quiet_loading():
+        with quiet_loading(), clear_write_errors(directory):
             model.save_pretrained(directory)
-    except SafetensorError as error:  # its own kind, as on a full disk
-        raise FlexrankError(f"{directory}: cannot be written ({error})") from error
     finally:
         del model.__dict__["should_save_on_this_rank"]
     if attached_layers(model):

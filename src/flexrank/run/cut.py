@@ -5,15 +5,13 @@ from typing import Any
 
 import torch
 
-from flexrank.artefacts.elastic import read_elastic_document
+from flexrank.artefacts.elastic import read_elastic_document, read_shapes
 from flexrank.deployment import export
 from flexrank.deployment.limits import deploy_within_limits
 from flexrank.deployment.runtimes import sample_inputs
 from flexrank.errors import FlexrankError
 from flexrank.files import directory_bytes, dtype_name
-from flexrank.hf import models
 from flexrank.hf.companions import local_directory
-from flexrank.nn.switch import layer_shapes
 from flexrank.run.sizes import count_parameters
 
 
@@ -33,13 +31,14 @@ def cut(directory: str | Path, output: str | Path, **limits: Any) -> dict[str, A
     Raises:
         FlexrankError: no size is within the limits, or the artefact is damaged or not of a transformers model.
     """
-    document = read_elastic_document(local_directory(directory))
-    named = document.get("deployed_dtype")  # earlier versions did not record it
-    small, entry, elastic = deploy_within_limits(directory, limits, dtype=named and getattr(torch, named))
-    if not models.is_transformers_model(elastic):
+    local = local_directory(directory)
+    document = read_elastic_document(local)
+    if document["library"] != "transformers":
         mend = "read it with fr.load_elastic, and write a size with fr.deploy and fr.export"
-        raise FlexrankError(f"{directory}: holds a {type(elastic).__name__} of torch, not a transformers model; {mend}")
+        raise FlexrankError(f"{directory}: holds a {document['class']} of torch, not a transformers model; {mend}")
+    named = document.get("deployed_dtype")  # earlier versions did not record it
+    small, entry = deploy_within_limits(local, limits, dtype=named and getattr(torch, named))
     export(small, output, sample_inputs(small, 2, 16))
-    sizes = count_parameters(small, entry.profile, layer_shapes(elastic))
+    sizes = count_parameters(small, entry.profile, read_shapes(local)[0])
     own = dtype_name(next(small.parameters()).dtype)
     return {**limits, "directory": str(output), **sizes, "bytes": directory_bytes(output), "dtype": own}

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from flexrank import processes
 from flexrank.distill.optimizer import torchao_optimizers
 from flexrank.errors import FlexrankError
@@ -188,7 +186,7 @@ def export_one(
     work = outcome.workspace
     alone = [f"tune-{tune}"] * bool(tune) + ["refit"] * refit
     name = "-".join([*(f"{key}-{limit}" for key, limit in limits.items()), *alone])
-    with work.directory.locked(), _clear_disk_errors(work, "deploy"):
+    with work.directory.locked():
         # Then the summary's table is of these weights. Asked before anything is written: an edited summary is refused.
         is_reported = work.directory.is_finished("report", outcome.fingerprints["report"])
         sizes = Sizes(work)
@@ -324,7 +322,7 @@ def _do(stage: Stage, work: Workspace, fingerprint: str, code: str) -> None:
 def _do_and_record(stage: Stage, work: Workspace, fingerprint: str, code: str) -> None:
     """Runs and records a stage; if its files hold timings, makes the stages that read them run again."""
     start = time.perf_counter()
-    with work.directory.replacing(stage.name), _clear_disk_errors(work, stage.name):
+    with work.directory.replacing(stage.name):
         more = stage.work(work, fingerprint) or ()
     seconds = time.perf_counter() - start
     for reader in STAGES if stage.is_timed else ():
@@ -332,15 +330,6 @@ def _do_and_record(stage: Stage, work: Workspace, fingerprint: str, code: str) -
             work.directory.forget(reader.name)
     work.directory.finish(stage.name, fingerprint, code, (*stage.outputs, *more), stage.extras, seconds)
     log.info("%s: done in %.1f s", stage.name, seconds)
-
-
-@contextlib.contextmanager
-def _clear_disk_errors(work: Workspace, stage: str) -> Iterator[None]:
-    """Turns safetensors' own error on a full disk into a FlexrankError of one line."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise FlexrankError(f"{work.directory.path}: {stage} cannot write its tensors ({error})") from error
 
 
 def _needed(until: str) -> set[str]:

@@ -11,6 +11,7 @@ from torch import nn
 from flexrank.artefacts.elastic import SHARD_BYTES
 from flexrank.data.batches import call_model
 from flexrank.distill import TEACHER_CACHE
+from flexrank.distill.trained import layers_with_matrix
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.switch import footprint, nested_layers
 from flexrank.probe import MATRIX_BYTES
@@ -266,15 +267,8 @@ def matrix_bytes(architecture: Architecture, config: RunConfig) -> int:
     if not trains_only_factors(config):
         return 0
     if architecture.chain is not None:
-        below, largest = (
-            largest_ranks(architecture, config, config.allocation.budgets),
-            architecture.chain.requested[-1],
-        )
-        names = [
-            name
-            for name, rank in full_ranks(architecture.shapes).items()
-            if below[name] < rank == largest.profile[name]
-        ]
+        profiles = [entry.profile for entry in architecture.chain.requested]
+        names = layers_with_matrix(profiles, full_ranks(architecture.shapes))
         return sum(math.prod(architecture.shapes[name]) for name in names) * architecture.file_dtype.itemsize
     spared, least = 1 - max(config.allocation.budgets), rank_constraints(config)["min_saving"]
     full = max(0.0, 1 - spared / least) if least else float(not spared)

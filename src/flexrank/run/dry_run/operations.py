@@ -120,9 +120,12 @@ def consolidation(architecture: Architecture, config: RunConfig) -> int:
 def drawn_profiles(architecture: Architecture, config: RunConfig) -> list[tuple[dict[str, int], float]]:
     """For each budget of consolidation, the ranks of the layers that compute by factors, and its share of steps.
 
-    If sizes share only factors, a layer at full rank computes by its matrix, which is not trained.
+    If sizes share only factors, a layer at full rank computes by its matrix, which is not trained. Without steps,
+    nothing is drawn.
     """
     settings, budgets = config.distillation, config.allocation.budgets
+    if not settings.steps:
+        return []
     given = settings.weights and settings.weights[::-1]
     weights = drawn_weights(given, settings.method, [budget == 1 for budget in reversed(budgets)])[::-1]
     profiles = []

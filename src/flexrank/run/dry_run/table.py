@@ -57,7 +57,7 @@ def _layers(result: Mapping[str, Any]) -> Table:
 
 def _budgets(result: Mapping[str, Any]) -> Table:
     columns = ["budget", "mean rank", "params, layers", "params, model", "bytes, deployed"]
-    table = new_table(columns, title="sizes, by uniform profile", **STYLE)
+    table = new_table(columns, title="sizes", **STYLE)
     for row in result["budgets"]:
         sizes = count(row["params_layers"]), count(row["params_model"]), f"{count(row['bytes'])}B"
         table.add_row(f"{row['budget']:g}", f"{row['mean_rank']:.0f}", *sizes)

@@ -22,7 +22,7 @@ from flexrank.nn.matrix import matrix_shape, weight_matrix
 from flexrank.nn.select import ParentSlot, nest_, parent_slots, require_layers, require_listed, require_unwrapped
 from flexrank.nn.switch import footprint, full_profile, layer_shapes
 from flexrank.profiles import ChainEntry, ProfileChain, RankProfile
-from flexrank.profiles.costs import Shape, dense_parameters
+from flexrank.profiles.costs import Shape, total_dense
 from flexrank.progress import track
 
 Method = Literal["datasvd", "paper", "svd", "fisher"]
@@ -156,7 +156,7 @@ def _send_to_first_(model: nn.Module, name: str, owner: int, slots: Sequence[Par
 
 def _full_chain(model: nn.Module, dtype: torch.dtype | None) -> ProfileChain:
     """The chain of a decomposed model before allocation: the full model alone."""
-    dense = sum(dense_parameters(shape) for shape in layer_shapes(model).values())
+    dense = total_dense(layer_shapes(model))
     full = ChainEntry(RankProfile(full_profile(model)), dense, 0.0)
     return ProfileChain((full,), dense, footprint(model, dtype), "full")
 

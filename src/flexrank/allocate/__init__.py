@@ -12,10 +12,10 @@ import numpy as np
 
 from flexrank.allocate import joint, paper
 from flexrank.allocate.chain import Anchor, fill_chain, mark_budgets
-from flexrank.allocate.curves import CostTable, LayerCurve, monotone, read_curves, total_dense
+from flexrank.allocate.curves import CostTable, LayerCurve, monotone, read_curves
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ChainEntry, ProfileChain, SensitivityTable
-from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE
+from flexrank.profiles.costs import MIN_SAVING, SLACK_SHARE, total_dense
 
 __all__ = ["allocate_ranks"]
 
@@ -71,12 +71,12 @@ def allocate_ranks(
     if is_joint if monotone_errors is None else monotone_errors:
         curves = [monotone(curve) for curve in curves]
     budgets, alphas = _check_budgets(budgets, weights)
-    caps = _caps(table, curves, budgets)
+    caps, dense = _caps(table, curves, budgets), total_dense(table.shapes)
     if not is_joint:
-        entries, label = _paper_chain(curves, budgets, caps, savings, grid and math.ceil(total_dense(table) / grid))
-        return ProfileChain(entries, total_dense(table), table.footprint, label)
+        entries, label = _paper_chain(curves, budgets, caps, savings, grid and math.ceil(dense / grid))
+        return ProfileChain(entries, dense, table.footprint, label)
     entries, solved_gap = _joint_chain(curves, budgets, caps, alphas, gap, time_limit)
-    return ProfileChain(entries, total_dense(table), table.footprint, "joint", solved_gap)
+    return ProfileChain(entries, dense, table.footprint, "joint", solved_gap)
 
 
 def _joint_chain(
@@ -170,7 +170,7 @@ def _weights_of(budgets: Sequence[float], weights: Weights | None) -> list[float
 
 def _caps(table: SensitivityTable, curves: Sequence[LayerCurve], budgets: Sequence[float]) -> list[int]:
     """The parameters that each budget allows, rounded down; budgets are ascending."""
-    dense = total_dense(table)
+    dense = total_dense(table.shapes)
     least = sum(int(curve.parameters[0]) for curve in curves)
     caps = [math.floor(budget * dense * (1 + 1e-12)) for budget in budgets]  # as `ProfileChain.entry_at` rounds
     if caps[0] < least:

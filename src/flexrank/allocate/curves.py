@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flexrank.errors import FlexrankError
 from flexrank.profiles import ChainEntry, RankProfile, SensitivityTable
-from flexrank.profiles.costs import dense_parameters, expected_parameters, is_worth_it
+from flexrank.profiles.costs import expected_parameters, is_worth_it
 
 Ints = NDArray[np.signedinteger]
 Bools = NDArray[np.bool_]
@@ -69,11 +69,6 @@ def _check_curve(name: str, full: int, ranks: Sequence[int], errors: Sequence[fl
             raise FlexrankError(f"layer {name!r} has error {error} at rank {rank}; probe errors must be finite")
     if errors[-1] != 0:
         raise FlexrankError(f"layer {name!r} has error {errors[-1]} at full rank; errors are rises over it, so 0 there")
-
-
-def total_dense(table: SensitivityTable) -> int:
-    """Dense parameters of all the table's layers."""
-    return sum(map(dense_parameters, table.shapes.values()))
 
 
 def monotone(curve: LayerCurve) -> LayerCurve:

@@ -84,8 +84,7 @@ def collect_moments(
     first = first_of(stream)
     total = len(batches) if isinstance(batches, Sequence) else None
     with calibration_mode(model, device, gradient_loss is not None), Hooks() as hooks:
-        with torch.no_grad():
-            groups = find_groups(lambda: call_model(model, to_device(first, device)), layers)
+        groups = find_groups(lambda: call_model(model, to_device(first, device)), layers)
         collector = Collector(layers, groups, side, gradient_loss is not None)
         hooks.on_forward(layers, collector.add_call)
         for number, batch in enumerate(track(itertools.chain([first], stream), "calibrating", total)):

@@ -21,7 +21,7 @@ from flexrank.progress import track
 
 @dataclasses.dataclass
 class ByBlock:
-    """Implements `moments_by_block`.
+    """The moments of a model whose blocks run one after another, each with the hidden states of all batches.
 
     `states` holds h_i of batch j at (i, j) and its gradient at ("g", j); without a loss, only the last h_i, at (0, j).
     """

@@ -22,7 +22,7 @@ from flexrank.cli.limits import check_limits, parse_bytes, parse_parameters
 from flexrank.cli.outputs import require_output
 from flexrank.cli.printing import console, print_json, show_path, show_qualities, show_report, show_size, show_stage
 from flexrank.errors import FlexrankError
-from flexrank.files import read_json
+from flexrank.files import read_json, write_json
 from flexrank.version import __version__
 
 app = typer.Typer(
@@ -256,7 +256,6 @@ def measure(
 
 def _calibrate_plan(output: Path | None, as_json: bool) -> None:
     """Measures the machine, writes the result to a file, and prints the file's path, or with --json its content."""
-    from flexrank.files import write_json
     from flexrank.run.dry_run import LOCAL, is_device
     from flexrank.run.rates import measure_device
 

@@ -39,7 +39,7 @@ def show_size(export: Mapping[str, Any]) -> None:
     millions = [export[key] / 1e6 for key in ("params_layers", "params_model", "bytes")]
     sizes = "{:.4g} M parameters in factorised layers, {:.4g} M in all, {:.4g} MB on disk".format(*millions)
     share = f"{export['relative_size']:.3g} of the layers' dense parameters"
-    logging.getLogger(__name__).info(f"{share}: {sizes} with tokenizer and config, in {export['dtype']}")
+    logging.getLogger("flexrank").info(f"{share}: {sizes} with tokenizer and config, in {export['dtype']}")
 
 
 def show_stage(outcome: Any, result: dict[str, Any], as_json: bool) -> None:

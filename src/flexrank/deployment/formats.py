@@ -14,10 +14,8 @@ import torch
 
 from flexrank import files
 from flexrank.artefacts.cards import LICENCE, card_metadata, read_about, read_card_metadata
-from flexrank.artefacts.deployed import DOCUMENT as DEPLOYED
-from flexrank.artefacts.deployed import KIND
-from flexrank.artefacts.inspect import PROGRAM_DOCUMENT as DOCUMENT
-from flexrank.artefacts.inspect import PROGRAM_KIND, inspect_artefact
+from flexrank.artefacts.deployed import DOCUMENT, KIND
+from flexrank.artefacts.inspect import PROGRAM_DOCUMENT, PROGRAM_KIND, inspect_artefact
 from flexrank.data.batches import output_tensor
 from flexrank.deployment.dense import dense_model
 from flexrank.deployment.exports import OUTPUT_BOUNDS, relative_difference, require_no_problems
@@ -80,7 +78,7 @@ def export_to(directory: str | Path, format: str, output: str | Path) -> dict[st
     """
     require_format(format)
     _require_deployed(directory)
-    with files.directory_aside(output, DOCUMENT) as aside:
+    with files.directory_aside(output, PROGRAM_DOCUMENT) as aside:
         model = _loaded(directory, format)
         batches = [sample_inputs(model, *shape, seed=seed) for seed, shape in enumerate(VERIFIED)]
         with _clear_failures(format, type(model).__name__):
@@ -90,7 +88,7 @@ def export_to(directory: str | Path, format: str, output: str | Path) -> dict[st
             problem = f"outputs differ by {error:.1e}, above the bound {bound:.1e} of {format} in {model.dtype}"
             raise FlexrankError(f"{output}: {problem}; nothing was kept")
         facts = _facts(model, format, batches[0], bound, error) | {"bytes": files.directory_bytes(aside)}
-        files.write_document(aside / DOCUMENT, PROGRAM_KIND, facts | {"files": files.digest_files(aside)})
+        files.write_document(aside / PROGRAM_DOCUMENT, PROGRAM_KIND, facts | {"files": files.digest_files(aside)})
         _write_card(aside, facts, Path(directory) / CARD)
     return facts
 
@@ -176,7 +174,7 @@ def _add_companions(source: Path, aside: Path) -> None:
 
     Pickles and checkpoints, which training left there, and other artefacts are not copied.
     """
-    own = {"config.json", CARD, DEPLOYED, f"{REMOTE_MODULE}.py"}
+    own = {"config.json", CARD, DOCUMENT, f"{REMOTE_MODULE}.py"}
     for path in source.iterdir():
         is_weights = ".safetensors" in path.name or path.suffix in PICKLES or path.name.startswith("checkpoint-")
         if path.name in own or is_weights or path.name.startswith(".") or _holds_artefacts(path, aside):

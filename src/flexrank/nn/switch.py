@@ -168,8 +168,7 @@ def submodel(model: nn.Module, profile: Mapping[str, int]) -> nn.Module:
     Raises FlexrankError as `set_profile` does.
     """
     model = unwrapped(model)
-    chains = (layer.chain for layer in nested_layers(model).values())
-    shared = itertools.chain(model.parameters(), model.buffers(), chains)
+    shared = itertools.chain(model.parameters(), model.buffers())
     twin = copy.deepcopy(model, detached_tensors(model) | {id(one): one for one in shared})
     set_profile(twin, profile)
     return twin

@@ -195,7 +195,7 @@ class Replay:
         self._calls: list[str] = []  # a digest of the inputs of each forward of the full model
         self.again = baseline  # what `evaluate` gives of the full model the second time
         with Hooks() as hooks:
-            hooks.remove_on_exit(_before_calls(model, lambda digest: self._calls.append(digest)))
+            hooks.remove_on_exit(_before_calls(model, self._calls.append))
             self._plan = make_plan(model, self._evaluate_again, max_bytes)
         self._start, self._segment = Start(0, 0, ()), -1
         self._replayed: Sequence[nn.Module] = []
@@ -239,9 +239,7 @@ class Replay:
     def _log_what_does_not_fit(self) -> None:
         plan, starts, limit = self._plan, self._plan.starts.values(), self._plan.max_bytes
         if not plan.fits_blocks:
-            log.info(
-                "probe: a block's outputs take more than replay_bytes, %d; blocks run for every probe", plan.max_bytes
-            )
+            log.info("probe: a block's outputs take more than replay_bytes, %d; blocks run for every probe", limit)
         if any(start.modules and not plan.replayed(start.segment)[1] for start in starts):
             log.info("probe: outputs of modules inside a block do not fit into replay_bytes, %d; where they do not, "
                      "the modules run for every probe", limit)  # fmt: skip

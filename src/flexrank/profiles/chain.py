@@ -11,7 +11,7 @@ from typing import Any
 from flexrank.errors import FlexrankError
 from flexrank.files import require_keys
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("flexrank")
 
 
 @dataclasses.dataclass(frozen=True)

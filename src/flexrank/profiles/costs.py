@@ -33,6 +33,11 @@ def dense_parameters(shape: Shape) -> int:
     return shape[0] * shape[1]
 
 
+def total_dense(shapes: Mapping[str, Shape]) -> int:
+    """Parameters of all layers' dense matrices."""
+    return sum(map(dense_parameters, shapes.values()))
+
+
 def full_ranks(shapes: Mapping[str, Shape]) -> dict[str, int]:
     """The full rank of each layer."""
     return {name: min(shape) for name, shape in shapes.items()}

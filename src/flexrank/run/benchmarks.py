@@ -14,6 +14,7 @@ from flexrank.data.text import read_texts, sentence_batches, token_blocks
 from flexrank.errors import FlexrankError
 from flexrank.files import write_json
 from flexrank.hf import models
+from flexrank.profiles import RankProfile
 from flexrank.profiles.costs import full_ranks
 from flexrank.run.config import RunConfig
 from flexrank.run.fitting import most_tokens
@@ -81,8 +82,9 @@ def benchmark_run(
     work = sizes.work
     profiles = {budget: sizes.within({"budget": budget}) for budget in budgets or work.config.allocation.budgets}
     benchmarks, rows = _benchmarks(work, measures), list[dict[str, Any]]()
+    full = RankProfile(full_ranks(sizes.shapes))
     result: dict[str, Any] = {"model": work.config.model}
-    for budget, profile in progress.track([(None, full_ranks(sizes.shapes)), *profiles.items()], "evaluating"):
+    for budget, profile in progress.track([(None, full), *profiles.items()], "evaluating"):
         model = work.base if budget is None else sizes.deployed(profile)
         row = {"budget": budget, **count_parameters(model, profile, sizes.shapes)}
         row["quality"] = work.measure_quality(model)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexrank.errors import FlexrankError
-from flexrank.profiles.costs import SLACK_SHARE, Shape, dense_parameters, expected_parameters, rank_levels
+from flexrank.profiles.costs import SLACK_SHARE, Shape, expected_parameters, rank_levels, total_dense
 from flexrank.run.config import RunConfig
 
 
@@ -34,7 +34,7 @@ def require_reachable_budgets(config: RunConfig, shapes: Mapping[str, Shape]) ->
     share = rank_constraints(config)["slack_share"]
     ranks = candidate_ranks(config, shapes)
     cheapest = sum(expected_parameters(shape, ranks[name][0], share) for name, shape in shapes.items())
-    least = cheapest / sum(map(dense_parameters, shapes.values()))
+    least = cheapest / total_dense(shapes)
     for key, budgets in (("allocation", config.allocation.budgets), ("deployment", config.deployed_budgets)):
         smallest = min(budgets, default=1.0)
         if smallest < least:

@@ -19,7 +19,7 @@ from flexrank.files import digest_json, directory_bytes, dtype_name, read_json
 from flexrank.hf import models
 from flexrank.nn.switch import footprint, nested_layers
 from flexrank.profiles import ChainEntry, RankProfile, SlackTable
-from flexrank.profiles.costs import Shape, dense_parameters, profile_parameters
+from flexrank.profiles.costs import Shape, profile_parameters, total_dense
 from flexrank.refit import refit_
 from flexrank.run.config import load_config
 from flexrank.run.directory import RunDirectory
@@ -37,7 +37,7 @@ class Sizes:
         self.shapes, chain = read_shapes(self._place)
         least = load_components(self._place, chain.entries[0].profile)
         self.chain = dataclasses.replace(chain, footprint=footprint(least, work.deployed_dtype))
-        self._slacks: list[tuple[Mapping[str, int], SlackTable]] = []  # by size
+        self._slacks: dict[RankProfile, SlackTable] = {}
         self._own: nn.Module | None = None  # of the one size that was made by itself
 
     @classmethod
@@ -45,21 +45,18 @@ class Sizes:
         """The sizes of the run in a directory."""
         return cls(Workspace(load_config(directory), RunDirectory(directory)))
 
-    def slack_for(self, profile: Mapping[str, int]) -> SlackTable:
+    def slack_for(self, profile: RankProfile) -> SlackTable:
         """The run's slack; for a size of no requested budget it is chosen here, on the same rows."""
         path, stored = self.work.directory / "slack.json", None
         if path.is_file() and self._own is None:
             stored = SlackTable.from_json(read_json(path))
             if any(entry.profile == profile for entry in self.chain.requested):
                 return stored
-        for own, slack in self._slacks:
-            if own == profile:
-                return slack
-        slack = choose_slack(self.work, self.work.elastic("elastic")[0], [profile], stored)
-        self._slacks.append((profile, slack))
-        return slack
+        if profile not in self._slacks:
+            self._slacks[profile] = choose_slack(self.work, self.work.elastic("elastic")[0], [profile], stored)
+        return self._slacks[profile]
 
-    def deployed(self, profile: Mapping[str, int]) -> nn.Module:
+    def deployed(self, profile: RankProfile) -> nn.Module:
         """The deployed model at this profile, in the dtype of deployment."""
         slack = self.slack_for(profile)  # may load the whole elastic model, and then frees it
         model = load_components(self._place, profile) if self._own is None else self._own
@@ -89,7 +86,7 @@ class Sizes:
 
     def _deploy_only(self, model: nn.Module, profile: RankProfile, limits: Mapping[str, float], how: str) -> None:
         self._own, slack = model, choose_slack(self.work, model, [profile])
-        self._slacks = [(profile, slack)]
+        self._slacks = {profile: slack}
         if not is_within(self.chain, parameters := slack.parameters(profile, self.shapes), limits):
             named = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
             raise FlexrankError(
@@ -180,7 +177,7 @@ def count_parameters(small: nn.Module, profile: Mapping[str, int], shapes: Mappi
     fractions = [rank / min(shapes[name]) for name, rank in profile.items()]
     in_layers = deployed_parameters_of(small, profile)
     return {
-        "relative_size": in_layers / sum(map(dense_parameters, shapes.values())),
+        "relative_size": in_layers / total_dense(shapes),
         "mean_rank": sum(profile.values()) / len(profile),
         "mean_rank_fraction": sum(fractions) / len(fractions),
         "params_layers": in_layers,

@@ -22,7 +22,7 @@ from flexrank.nn.matrix import conv_geometry, input_rows, is_layer, matrix_shape
 from flexrank.nn.select import elastic_form, replace_layers, select_layers
 from flexrank.nn.switch import layer_shapes, uniform_profile
 from flexrank.profiles import ProfileChain, RankProfile
-from flexrank.profiles.costs import Shape, dense_parameters, full_ranks
+from flexrank.profiles.costs import Shape, full_ranks, total_dense
 from flexrank.run.config import RunConfig
 from flexrank.run.fitting import require_fitting
 
@@ -68,7 +68,7 @@ class Architecture:
     @property
     def dense_parameters(self) -> int:
         """Parameters of the factorised layers in the base model."""
-        return sum(m * n for m, n in self.shapes.values())
+        return total_dense(self.shapes)
 
     @property
     def attention(self) -> int:
@@ -124,7 +124,7 @@ def _own_chain(config: RunConfig, student: nn.Module) -> ProfileChain | None:
     chain = ProfileChain.from_json(read_json(path))
     shapes = layer_shapes(student)
     found = chain.entries[-1].profile, chain.dense_parameters, {*chain.budgets}
-    wanted = full_ranks(shapes), sum(map(dense_parameters, shapes.values())), {*config.allocation.budgets}
+    wanted = full_ranks(shapes), total_dense(shapes), {*config.allocation.budgets}
     return chain if found == wanted else None
 
 

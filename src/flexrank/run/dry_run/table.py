@@ -12,7 +12,7 @@ PARTS = (
     "teacher", "student", "gradients", "optimizer", "activations", "moments", "factors", "buffers", "matrices",
     "targets", "replayed", "gathered", "outputs", "deployed", "all",
 )  # fmt: skip
-STYLE: dict[str, Any] = {"title_justify": "left", "padding": (0, 1)}
+STYLE: dict[str, Any] = {"title_justify": "left"}
 
 
 def print_dry_run(result: Mapping[str, Any], console: Console) -> None:

@@ -182,6 +182,23 @@ def test_a_size_is_tuned_at_the_rate_of_its_run(copied: Path, monkeypatch: pytes
     assert rates == [0.125]
 
 
+def test_a_size_made_by_itself_has_slack_for_its_own_weights(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own slack, and what was chosen before, are of the shared weights."""
+    chosen: list[Any] = []
+    choose = sizes.choose_slack
+
+    def record(work: Any, model: Any, *rest: Any) -> Any:
+        chosen.append((model, choose(work, model, *rest)))
+        return chosen[-1][1]
+
+    monkeypatch.setattr(sizes, "choose_slack", record)
+    ours = Sizes(workspace(copied))
+    profile = ours.chain.at(0.5)
+    ours.refit_(profile, {"budget": 0.5})
+    ((model, slack),) = chosen
+    assert model is ours._own and ours.slack_for(profile) is slack and len(chosen) == 1
+
+
 @pytest.mark.parametrize(("steps", "rate", "count"), [(200, "null", 1), (199, "null", 0), (200, "1e-4", 0)])
 def test_a_dry_run_says_that_there_will_be_trials(steps: int, rate: str, count: int, copied: Path) -> None:
     config = load_config(copied, [f"distillation.steps={steps}", f"distillation.learning_rate={rate}"])

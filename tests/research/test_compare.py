@@ -339,7 +339,7 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     with pytest.raises(FlexrankError, match="not both"):
         runner.request_of(bench, options(model="pycode5m", config=Path("mine.yaml")))
     own = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
-    stdlib = {"source": "stdlib-docs", "calibration": 8}
+    stdlib = {"source": "stdlib-docs", "calibration": 8, "batch_size": 8}
     config = parse_config(own | {"data": stdlib})
     with pytest.raises(FlexrankError, match="only of 'text' seeds draw another calibration"):
         training_free.benchmarks(Request(tmp_path, seeds=2, config=config))

@@ -6,10 +6,12 @@ A study reproduces a figure or table of the paper; a bench measures the package 
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
+import logging
 import multiprocessing
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from flexrank.files import digest_json, read_json, write_json
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import files_digest
 from research.result import Result
+
+log = logging.getLogger("flexrank")
 
 #: The sizes that experiments compare, as shares of the dense parameters.
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -124,14 +128,24 @@ class Ledger:
             return {name: self.take(name, compute, *arguments) for name, arguments in units.items()}
         missing = {name: arguments for name, arguments in units.items() if name not in self._units}
         context = multiprocessing.get_context("spawn")
+        waiting, futures = iter(missing.items()), dict[Future[Any], str]()
         with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-            futures = {pool.submit(compute, *arguments): name for name, arguments in missing.items()}
             try:
-                for future in as_completed(futures):
-                    self.take(futures[future], future.result)
-            finally:  # after an error the remaining units do not start
-                for future in futures:
-                    future.cancel()
+                while (
+                    True
+                ):  # a unit is submitted when it can start: the pool starts all that it has, also after an error
+                    for name, arguments in itertools.islice(waiting, jobs - len(futures)):
+                        futures[pool.submit(compute, *arguments)] = name
+                    if not futures:
+                        break
+                    for future in wait(futures, return_when=FIRST_COMPLETED).done:
+                        self.take(name := futures.pop(future), future.result)
+                        left = sum(one not in self._units for one in missing)
+                        log.info("done: %s; %d of %d are left", name, left, len(missing))
+            except BaseException:
+                for worker in multiprocessing.active_children():
+                    worker.terminate()  # or the pool would wait for its unit, whose value nothing takes
+                raise
         return {name: self._units[name] for name in units}
 
     def take_seeds(self, unit: str, seeds: int, compute: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -11,6 +11,7 @@ has no row of numbers, and the table says why.
 
 import dataclasses
 import itertools
+import logging
 import math
 import resource
 import statistics
@@ -20,6 +21,7 @@ from typing import Any
 
 from flexrank.data.halves import Half
 from flexrank.decompose import Method
+from flexrank.errors import DivergedError
 from research import figures
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
@@ -34,11 +36,18 @@ from research.benches.rates import (
     trials_of,
 )
 from research.benches.tasks import format_base_score, shown_measures
-from research.benches.training_benchmarks import TrainingBenchmark, find_training_benchmark, training_benchmarks
+from research.benches.training_benchmarks import (
+    LEAST_STEPS,
+    TrainingBenchmark,
+    find_training_benchmark,
+    training_benchmarks,
+)
 from research.benches.training_free import WHOLE, base_parameters, millions_at
 from research.benches.tuning import as_error, trial_budgets
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
+
+log = logging.getLogger("flexrank")
 
 COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000", "#888888"), strict=True))
 #: Ours, and the paper's.
@@ -206,22 +215,22 @@ def method_unit(
     if full_steps and half == "tuning":
         benchmark = dataclasses.replace(benchmark, budgets=trial_budgets(benchmark.budgets))
     subject, batches = benchmark.subject_and_batches(seed, half)
-    steps = round(step_share * benchmark.steps)
-    steps_per_size = steps if full_steps else steps // len(benchmark.budgets)
+    steps = max(LEAST_STEPS, round(step_share * benchmark.steps))
+    steps_per_size = steps if full_steps else max(LEAST_STEPS, steps // len(benchmark.budgets))
     task = benchmark.training_task(subject, batches, sensitivity["tables"], seed, steps, steps_per_size)
     dense, others = sum(m * n for m, n in task.layers.values()), task.parameter_limit(0)
     rows, seconds, start = [], 0.0, time.process_time()
     try:
         for size in _sizes(TRAINED_METHODS[method], task, rate_of):
             seconds += time.process_time() - start
-            rows.append(
-                None
-                if size is None
-                else {"parameters": size[1], "share": (size[1] - others) / dense, "scores": subject.score(size[0])}
-            )
+            share = size and (size[1] - others) / dense
+            rows.append(size and {"parameters": size[1], "share": share, "scores": subject.score(size[0])})
             start = time.process_time()
     except NotApplicable as reason:
         return {"rows": [None] * len(benchmark.budgets), "obstacle": str(reason)}
+    except DivergedError as error:  # the rate is too high, for this size or for all
+        log.warning("%s at %s: %s", method, ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)), error)
+        rows += [None] * (len(benchmark.budgets) - len(rows))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"rows": rows, "seconds": seconds + time.process_time() - start, "peak_bytes": peak}
 

@@ -28,13 +28,16 @@ from research.baselines.method import Loss
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained.task import TrainingTask
 from research.benches import images, language, sts
+from research.benches.configurations import config_subject, require_comparable
 from research.benches.quality import Subject, chain_of
 from research.benches.tasks import task_measure
-from research.benches.training_free import CONFIG_MEASURES, config_subject, require_comparable
+from research.benches.training_free import CONFIG_MEASURES
 from research.experiment import BUDGETS, EVERY_RANK, Request
 from research.studies.language import identity_of
 from research.studies.vision import NETWORKS
 
+#: Fewest steps of a size that is trained separately: adapters of U and of V take one each.
+LEAST_STEPS = 2
 #: Steps of all sizes together, in the quick and in the full form.
 STEPS = {"stories260k": (320, 1600), "pycode5m": (160, 800), "babyllama": (320, 1600), "all-MiniLM-L6-v2": (160, 800)}
 STEPS |= {"resnet20": (320, 700), "vit": (320, 700)}
@@ -154,10 +157,10 @@ def _image_benchmark(name: str, steps: int, request: Request) -> TrainingBenchma
 def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
     """Returns any transformer, in float32; trials use the tuning half."""
     settings = config.distillation
-    require_comparable(config)
+    require_comparable(config, request)
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
-    if settings.steps < 2 * len(budgets):  # trials that train each size alone have half of the steps
-        needed = "a comparison trains sizes below 1, for at least 2 steps each"
+    if settings.steps < 2 * LEAST_STEPS * len(budgets):  # trials that train each size alone have half of the steps
+        needed = f"a comparison trains sizes below 1, for at least {2 * LEAST_STEPS} steps each"
         raise FlexrankError(f"distillation.steps is {settings.steps}, for {len(budgets)} budgets below 1; {needed}")
 
     space = Workspace(config, RunDirectory(request.work))

@@ -5,15 +5,13 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from flexrank import distillation_evaluator, probe_sensitivity
-from flexrank.data.batches import Batch
-from flexrank.data.halves import Half
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective
 from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
@@ -41,6 +39,7 @@ from research.baselines.method import (
 )
 from research.baselines.statistics import mean_loss, next_token_loss
 from research.benches import images, language, sts
+from research.benches.configurations import config_subject, require_comparable
 from research.benches.quality import Subject, chain_of
 from research.benches.tasks import task_measure
 from research.experiment import BUDGETS, EVERY_RANK, Request
@@ -314,9 +313,7 @@ def _image_benchmark(request: Request, name: str) -> Benchmark:
 
 def _config_benchmark(request: Request, config: RunConfig) -> Benchmark:
     """Returns any model, in float32, with the samples and qualities of a run of this config, on the request's half."""
-    if request.seeds > 1 and config.data.source != "text":
-        raise FlexrankError(f"data.source is {config.data.source!r}; only of 'text' seeds draw another calibration")
-    require_comparable(config)
+    require_comparable(config, request)
     space = Workspace(config, RunDirectory(request.work))
     loss = next_token_loss if config.task == "language" else space.objective().fisher_loss
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
@@ -326,25 +323,3 @@ def _config_benchmark(request: Request, config: RunConfig) -> Benchmark:
         config.name, CONFIG_MEASURES[config.task], 4, budgets, config.probe.levels, facts,
         lambda seed: config_subject(request, config, seed, request.half)[0], loss,
     )  # fmt: skip
-
-
-def require_comparable(config: RunConfig) -> None:
-    """Raises FlexrankError if a comparison cannot take the configuration as it is."""
-    if config.layers.include is not None:
-        raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
-    if config.data.half is not None:
-        raise FlexrankError(f"data.half is {config.data.half}; leave it out, settings are tried on the tuning half")
-
-
-def config_subject(request: Request, config: RunConfig, seed: int, half: Half) -> tuple[Subject, Iterable[Batch]]:
-    """Returns the configuration's model, in float32, scored on this half, and the batches to train on.
-
-    The seed is added to the configuration's. On the tuning half lm-eval's tasks are not scored.
-    """
-    data = config.data.model_copy(update={"half": half})
-    seeded = config.model_copy(update={"seed": config.seed + seed, "data": data})
-    workspace = Workspace(seeded, RunDirectory(request.work))
-    base, samples = workspace.base.float(), workspace.samples
-    measure = task_measure(workspace, request)[0] if half == "reporting" else workspace.measure_quality
-    parts = samples.calibration, samples.probe, workspace.objective(), measure
-    return Subject(base, *parts, config.layers.exclude), samples.training

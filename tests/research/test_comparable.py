@@ -20,6 +20,7 @@ from tiny_runs import settings
 
 def config_of(sources: Path, tmp_path: Path, **changes: dict[str, Any]) -> RunConfig:
     keys: dict[str, Any] = settings(sources / "language", sources / "text.txt", tmp_path / "unused", "language")
+    keys["distillation"] |= {"steps": 8}
     for section, values in changes.items():
         keys[section] = {**keys.get(section, {}), **values}
     return parse_config(keys)
@@ -69,8 +70,25 @@ def test_a_half_of_the_configurations_own_is_refused(sources: Path, tmp_path: Pa
             found(Request(tmp_path, config=config))
 
 
+def test_seeds_draw_other_samples_and_are_scored_on_the_same(sources: Path, tmp_path: Path) -> None:
+    """With fewer samples scored than there are, which the configuration's own seed chooses."""
+    config = config_of(sources, tmp_path, data={"evaluation": 4, "separator": "\n"})
+    request = Request(tmp_path, config=config, seeds=2)
+    (free,), (trained,) = training_free.benchmarks(request), training_benchmarks.training_benchmarks(request)
+    for subjects in (map(free.subject, (0, 1)), (trained.subject_and_batches(seed, "tuning")[0] for seed in (0, 1))):
+        first, second = subjects
+        assert first.score(first.teacher) == second.score(first.teacher)
+        assert not torch.equal(first.calibration[0]["input_ids"], second.calibration[0]["input_ids"])
+    stream = config_of(sources, tmp_path, data={"streaming": True, "training": None})
+    images = stream.model_copy(update={"data": stream.data.model_copy(update={"source": "images", "streaming": False})})
+    for other in (stream, images):
+        for found in (training_free.benchmarks, training_benchmarks.training_benchmarks):
+            with pytest.raises(FlexrankError, match="only of 'text' in memory seeds draw another calibration"):
+                found(Request(tmp_path, config=other, seeds=2))
+
+
 def test_rivals_train_on_a_stream(sources: Path, tmp_path: Path) -> None:
-    config = config_of(sources, tmp_path, data={"streaming": True, "training": None}, distillation={"steps": 4})
+    config = config_of(sources, tmp_path, data={"streaming": True, "training": None}, distillation={"steps": 8})
     (benchmark,) = training_benchmarks.training_benchmarks(Request(tmp_path, config=config))
     subject, batches = benchmark.subject_and_batches(0, "tuning")
     assert not isinstance(batches, Sequence)

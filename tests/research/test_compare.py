@@ -341,7 +341,7 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     own = settings(sources / "embedding", sources / "text.txt", tmp_path, "embedding")
     stdlib = {"source": "stdlib-docs", "calibration": 8, "batch_size": 8}
     config = parse_config(own | {"data": stdlib})
-    with pytest.raises(FlexrankError, match="only of 'text' seeds draw another calibration"):
+    with pytest.raises(FlexrankError, match="only of 'text' in memory seeds draw another calibration"):
         training_free.benchmarks(Request(tmp_path, seeds=2, config=config))
     config = parse_config(own | {"layers": {"include": ["encoder"]}})
     with pytest.raises(FlexrankError, match="layers.include is set"):

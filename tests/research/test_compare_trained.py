@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 import os
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexrank import FlexrankError
+from flexrank.errors import DivergedError, FlexrankError
 from flexrank.run.config import parse_config
 from research import runner
 from research.baselines.method import NotApplicable
@@ -22,7 +24,6 @@ from research.benches import compare_trained, training_benchmarks, tuning
 from research.benches.compare_trained import _sizes, method_unit, run, sensitivity_unit
 from research.benches.rates import next_rates
 from research.experiment import Ledger, Request, find_experiment
-from research.page import write_pages
 from research.result import shown_rows
 from tiny_runs import settings
 
@@ -238,26 +239,38 @@ def test_a_method_that_does_not_apply_has_no_numbers_and_says_why(
     assert rows["flexrank"][-2] == "3" and compare_trained.draw(result["data"]).axes
 
 
-def test_an_obstacle_is_what_a_part_returns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [NotApplicable("no stack of blocks"), DivergedError("the loss is nan at step 3")])
+def test_obstacles_and_rates_that_diverge_are_what_a_part_returns(
+    error: FlexrankError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it has made before it diverges is kept."""
+    steps = list[int]()
+
     class Blank(FakeBenchmark):
         def subject_and_batches(self, seed: int, half: str) -> Any:
-            return types.SimpleNamespace(score=None), []
+            return types.SimpleNamespace(score=lambda _: {"nats": 1.0}), []
 
-        def training_task(self, *_: Any) -> Any:
+        def training_task(self, *given: Any) -> Any:
+            steps.append(given[-1])
             empty = dict.fromkeys((field.name for field in dataclasses.fields(TrainingTask)), None)
             return TrainingTask(
                 **empty | {"layers": {"a": (2, 3)}, "teacher": torch.nn.Linear(3, 2), "budgets": BUDGETS}
             )
 
-    def sizes(*_: Any) -> Any:
-        raise NotApplicable("no stack of blocks")
-        yield
+    def sizes(task: Any, _: Any) -> Any:
+        yield torch.nn.Linear(3, 2), 8
+        raise error
 
     method = dataclasses.replace(TRAINED_METHODS["matformer"], sizes=sizes)
     monkeypatch.setattr(training_benchmarks, "training_benchmarks", lambda request: [Blank()])
     monkeypatch.setitem(TRAINED_METHODS, "matformer", method)
     unit = method_unit(Request(tmp_path), "tiny", "matformer", (1.0, 1.0), 0, "reporting", 1.0, False, {"tables": {}})
-    assert unit == {"rows": [None, None], "obstacle": "no stack of blocks"}
+    if isinstance(error, NotApplicable):
+        assert unit == {"rows": [None, None], "obstacle": "no stack of blocks"}
+    else:
+        assert unit["rows"][0]["scores"] == {"nats": 1.0} and unit["rows"][1] is None and "obstacle" not in unit
+    method_unit(Request(tmp_path), "tiny", "matformer", (1.0, 1.0), 0, "reporting", 0.01, False, {"tables": {}})
+    assert steps[-1] == 2  # each factor's adapter has one
 
 
 def test_parts_run_in_processes_of_their_own_and_are_kept(tmp_path: Path) -> None:
@@ -272,11 +285,20 @@ def test_parts_run_in_processes_of_their_own_and_are_kept(tmp_path: Path) -> Non
     assert Ledger(tmp_path, {"a": 2}).take("2", divmod, 1, 0) == [2, 0]  # what was finished before is there
 
 
+def test_an_error_ends_the_parts_that_still_run(tmp_path: Path) -> None:
+    """The one beside it would take ten minutes, and those after it do not begin."""
+    start = time.perf_counter()
+    with pytest.raises(TypeError):
+        Ledger(tmp_path, {}).take_all({"long": (600,), "wrong": ("a",), "next": (600,)}, time.sleep, 2)
+    assert time.perf_counter() - start < 60 and not multiprocessing.active_children()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["language", "embedding"])
 def test_any_configuration_is_trained_on(task: str, sources: Path, tmp_path: Path) -> None:
     keys = settings(sources / task, sources / "text.txt", tmp_path / "unused", task)
     keys["allocation"] = {"budgets": [0.8, 0.5]}
+    keys["distillation"] |= {"steps": 8}
     config = parse_config(keys | {"probe": {"levels": 3}})
     request = Request(tmp_path, config=config, jobs=0)
     (benchmark,) = training_benchmarks.training_benchmarks(request)
@@ -312,30 +334,8 @@ def test_wrong_requests_are_one_line(tmp_path: Path, sources: Path) -> None:
     for section, key, value, match in (
         ("layers", "include", ["self_attn"], "layers.include is set"),
         ("data", "half", "tuning", "data.half is tuning"),
-        ("distillation", "steps", 3, "distillation.steps is 3, for 2 budgets below 1; a comparison trains sizes below"),
+        ("distillation", "steps", 3, "distillation.steps is 3, for 2 budgets below 1; .*, for at least 4 steps each"),
     ):
         config = parse_config(keys | {section: {**keys.get(section, {}), key: value}})
         with pytest.raises(FlexrankError, match=match):
             training_benchmarks.training_benchmarks(Request(tmp_path, config=config))
-
-
-def test_each_comparison_has_its_own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    machine = {"processor": "p", "threads": 1, "torch": "2"}
-    for name, kind in (("compare-tiny", "compare"), ("compare-trained-tiny", "compare-trained")):
-        directory = tmp_path / "results" / name
-        directory.mkdir(parents=True)
-        facts = {
-            "name": kind,
-            "title": kind,
-            "form": "quick",
-            "command": name,
-            "settings": {},
-            "tables": [],
-            "seconds": 1,
-        }
-        (directory / "result.json").write_text(json.dumps({**facts, "claims": [], "data": {}, "machine": machine}))
-    write_pages(Path("results"))
-    page = (tmp_path / "docs" / "comparison.md").read_text()
-    assert page.count("`compare-tiny`") == page.count("`compare-trained-tiny`") == 1

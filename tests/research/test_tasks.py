@@ -29,6 +29,7 @@ def request_(sources: Path, tmp_path: Path) -> Request:
     write_tasks(place, "words")
     keys = settings(sources / "language", sources / "text.txt", tmp_path / "unused")
     keys["data"] |= {"calibration": 16, "probe": 8}
+    keys["distillation"] |= {"steps": 8}
     config = parse_config(keys | {"probe": {"levels": 3}, "allocation": {"budgets": [0.8, 0.5]}})
     return Request(tmp_path / "work", config=config, tasks=("words",), include_path=place)
 

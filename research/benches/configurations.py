@@ -1,0 +1,44 @@
+"""Comparisons of any model: what they take from the configuration of a run."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from flexrank.data.batches import Batch
+from flexrank.data.halves import Half
+from flexrank.errors import FlexrankError
+from flexrank.run.config import RunConfig
+from flexrank.run.directory import RunDirectory
+from flexrank.run.samples import load_samples
+from flexrank.run.workspace import Workspace
+from research.benches.quality import Subject
+from research.benches.tasks import task_measure
+from research.experiment import Request
+
+
+def require_comparable(config: RunConfig, request: Request) -> None:
+    """Raises FlexrankError if a comparison cannot take the configuration as it is."""
+    if request.seeds > 1 and (config.data.source != "text" or config.data.is_stream):
+        source = "a stream" if config.data.is_stream else repr(config.data.source)
+        raise FlexrankError(f"data.source is {source}; only of 'text' in memory seeds draw another calibration")
+    if config.layers.include is not None:
+        raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
+    if config.data.half is not None:
+        raise FlexrankError(f"data.half is {config.data.half}; leave it out, settings are tried on the tuning half")
+
+
+def config_subject(request: Request, config: RunConfig, seed: int, half: Half) -> tuple[Subject, Iterable[Batch]]:
+    """Returns the configuration's model, in float32, scored on this half, and the batches to train on.
+
+    The seed is added to the configuration's, but all seeds are scored on the same samples. On the tuning half lm-eval's
+    tasks are not scored.
+    """
+    data = config.data.model_copy(update={"half": half})
+    seeded = config.model_copy(update={"seed": config.seed + seed, "data": data})
+    workspace = Workspace(seeded, RunDirectory(request.work))
+    if seed:
+        scored = load_samples(config.model_copy(update={"data": data}), workspace.tokenizer)
+        workspace.samples = dataclasses.replace(workspace.samples, quality_function=scored.quality_function)
+    base, samples = workspace.base.float(), workspace.samples
+    measure = task_measure(workspace, request)[0] if half == "reporting" else workspace.measure_quality
+    parts = samples.calibration, samples.probe, workspace.objective(), measure
+    return Subject(base, *parts, config.layers.exclude), samples.training

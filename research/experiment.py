@@ -6,12 +6,11 @@ A study reproduces a figure or table of the paper; a bench measures the package 
 import dataclasses
 import functools
 import importlib
-import itertools
 import json
 import logging
-import multiprocessing
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from flexrank.files import digest_json, read_json, write_json
 from flexrank.run.config import RunConfig
 from flexrank.run.directory import files_digest
 from research.result import Result
+from research.units import start, value_of
 
 log = logging.getLogger("flexrank")
 
@@ -127,25 +127,21 @@ class Ledger:
         if jobs == 0:
             return {name: self.take(name, compute, *arguments) for name, arguments in units.items()}
         missing = {name: arguments for name, arguments in units.items() if name not in self._units}
-        context = multiprocessing.get_context("spawn")
-        waiting, futures = iter(missing.items()), dict[Future[Any], str]()
-        with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-            try:
-                while (
-                    True
-                ):  # a unit is submitted when it can start: the pool starts all that it has, also after an error
-                    for name, arguments in itertools.islice(waiting, jobs - len(futures)):
-                        futures[pool.submit(compute, *arguments)] = name
-                    if not futures:
-                        break
-                    for future in wait(futures, return_when=FIRST_COMPLETED).done:
-                        self.take(name := futures.pop(future), future.result)
-                        left = sum(one not in self._units for one in missing)
-                        log.info("done: %s; %d of %d are left", name, left, len(missing))
-            except BaseException:
-                for worker in multiprocessing.active_children():
-                    worker.terminate()  # or the pool would wait for its unit, whose value nothing takes
-                raise
+        waiting, running = list(reversed(missing.items())), dict[Any, tuple[str, BaseProcess]]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    name, arguments = waiting.pop()
+                    receiver, process = start(compute, arguments)
+                    running[receiver] = name, process
+                for ready in wait(list(running)):
+                    name, process = running.pop(ready)
+                    self.take(name, value_of, ready, process)
+                    log.info("done: %s; %d of %d are left", name, len(waiting) + len(running), len(missing))
+        finally:  # after an error, nothing takes the values of those that still run
+            for _, process in running.values():
+                process.terminate()
+                process.join()
         return {name: self._units[name] for name in units}
 
     def take_seeds(self, unit: str, seeds: int, compute: Callable[..., Any], *arguments: Any) -> list[Any]:

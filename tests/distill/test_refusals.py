@@ -25,6 +25,7 @@ from tiny import build, nest
         ({"warmup_steps": 0.5}, r"warmup_steps is 0.5; it must be a whole number from 0 up"),
         ({"steps": True}, r"steps is True; it must be a whole number from 1 up"),
         ({"learning_rate": True}, r"learning_rate is True; it must be a number above 0"),
+        ({"checkpoint": 5}, r"checkpoint is 5; it is None or the path of a directory"),
         ({"seed": "a"}, r"seed is 'a'; it must be a whole number from 0 up"),
         ({"steps": 2.5}, r"steps is 2.5; it must be a whole number from 1 up"),
         ({"objective": nn.MSELoss()}, r"objective is MSELoss\(\); it is an object with the methods target and loss"),

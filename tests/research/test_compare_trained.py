@@ -291,6 +291,8 @@ def test_an_error_ends_the_parts_that_still_run(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         Ledger(tmp_path, {}).take_all({"long": (600,), "wrong": ("a",), "next": (600,)}, time.sleep, 2)
     assert time.perf_counter() - start < 60 and not multiprocessing.active_children()
+    with pytest.raises(FlexrankError, match="a part's process ended with status 7, perhaps out of memory"):
+        Ledger(tmp_path, {}).take_all({"killed": (7,)}, os._exit, 1)
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def distill_(
         FlexrankError: wrong settings, no batches, a batch without a real token, float16, profiles of another model or
             not cheapest first, a loss that is not finite, or another run's checkpoint.
     """
-    _check(model, teacher, optimizer, autocast)
+    _check(model, teacher, optimizer, autocast, checkpoint)
     _check_counts(steps=steps, accumulation=accumulation, checkpoint_every=checkpoint_every)
     _check_counts(least=0, warmup_steps=warmup_steps, seed=seed)
     profiles = profiles_of(chain, model)
@@ -237,7 +237,7 @@ def profiles_of(chain: Profiles, model: nn.Module) -> list[dict[str, int]]:
     return [{name: int(rank) for name, rank in profile.items()} for profile in profiles]
 
 
-def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: object) -> None:
+def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: object, checkpoint: object) -> None:
     require_unwrapped(model)
     require_differentiable(model)
     require_other(model, teacher)
@@ -246,6 +246,8 @@ def _check(model: nn.Module, teacher: nn.Module, optimizer: str, autocast: objec
         raise FlexrankError("optimizer is adamw_8bit; of a sharded model it is adamw, whose states are divided too")
     if autocast not in (None, torch.bfloat16):
         raise FlexrankError(f"autocast is {autocast!r}; it is None or torch.bfloat16, as float16 loses small gradients")
+    if not isinstance(checkpoint, str | Path | None):
+        raise FlexrankError(f"checkpoint is {checkpoint!r}; it is None or the path of a directory")
 
 
 def _check_counts(least: int = 1, **counts: object) -> None:

@@ -286,7 +286,7 @@ def test_parts_run_in_processes_of_their_own_and_are_kept(tmp_path: Path) -> Non
 
 
 def test_an_error_ends_the_parts_that_still_run(tmp_path: Path) -> None:
-    """The one beside it would take ten minutes, and those after it do not begin."""
+    """Another one runs and would take ten minutes, and the last one does not begin."""
     start = time.perf_counter()
     with pytest.raises(TypeError):
         Ledger(tmp_path, {}).take_all({"long": (600,), "wrong": ("a",), "next": (600,)}, time.sleep, 2)

@@ -1,5 +1,6 @@
 """What all tests share: two processes of a thread each, a fixed seed, and the real models and data if there are any."""
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -36,6 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no Chromium here; Debian's package is chromium"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is collected often, each time among all that large libraries hold: a tenth of the suite's time."""
+    import transformers.modeling_utils
+    import transformers.trainer  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

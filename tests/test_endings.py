@@ -38,7 +38,7 @@ def test_all_end_when_one_does(
     shutil.copytree(prepared["output"], tmp_path / "two")
     keys = {"sharded": is_sharded, "gradient_checkpointing": is_sharded}
     config = config_of(prepared, tmp_path / "two", steps=10**6, checkpoint_every=2, **keys)
-    with started(2, "-m", "flexrank", "distill", config, timeout=8) as run:
+    with started(2, "-m", "flexrank", "distill", config, timeout=4) as run:
         wait_for(tmp_path / "two" / "partial")
         while not list((tmp_path / "two" / "partial").glob("distill-*/state.json")):
             time.sleep(0.05)

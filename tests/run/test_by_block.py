@@ -81,26 +81,25 @@ def test_a_model_in_bfloat16_is_decomposed_in_float32(sources: Path, tmp_path: P
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_a_model_takes_a_fraction_of_its_bytes(sources: Path, tmp_path: Path) -> None:
-    """From its files to factors and the curvature of all layers: less memory than half of the model."""
-    small = by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")
-    model = write_llama(tmp_path / "model", sources / "language", 256, 704, 28)
-    large = by_curvature(model, sources / "text.txt", tmp_path / "large")
-    (peak,) = peaks_of("decompose", small, large)
-    assert peak < (model / "model.safetensors").stat().st_size / 2
-    assert len(list((tmp_path / "large" / "elastic_initial").glob("*.safetensors"))) > 44
+def test_decomposition_takes_what_the_dry_run_counts_and_a_fraction_of_the_model(sources: Path, tmp_path: Path) -> None:
+    """At most 15 % off, without the block's weights, which are mapped here and would be copied to a GPU.
 
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_decomposition_takes_what_the_dry_run_counts(sources: Path, tmp_path: Path) -> None:
-    """At most 15 % off, without the block's weights, which are mapped here and would be copied to a GPU."""
+    From files to factors and the curvature of all layers, a model of many blocks takes less than half of its bytes.
+    """
+    deep = write_llama(tmp_path / "deep", sources / "language", 256, 704, 28)
     model = write_llama(tmp_path / "model", sources / "language", 512, 1408, 2)
-    configs = [by_curvature(sources / "language", sources / "text.txt", tmp_path / "small")]
+    configs = [
+        by_curvature(one, sources / "text.txt", tmp_path / name)
+        for name, one in (("small", sources / "language"), ("large", deep))
+    ]
     methods = ("paper", "fisher")
     for method in methods:
         changes = {"decomposition": {"method": method, "buffer_bytes": 2**22}, "probe": {"levels": 4}}
         configs.append(by_curvature(model, sources / "text.txt", tmp_path / method, **changes))
-    for method, config, peak in zip(methods, configs[1:], peaks_of("decompose", *configs), strict=True):
+    fraction, *peaks = peaks_of("decompose", *configs)
+    assert fraction < (deep / "model.safetensors").stat().st_size / 2
+    assert len(list((tmp_path / "large" / "elastic_initial").glob("*.safetensors"))) > 44
+    for method, config, peak in zip(methods, configs[2:], peaks, strict=True):
         counted = dry_run(load_config(config))["memory"]["decomposition"]
         assert peak == pytest.approx(counted["all"] - counted["student"], rel=0.15), method
 

@@ -176,7 +176,7 @@ with processes.joined():
     while not asked:
         time.sleep(0.05)
     if processes.is_first():  # ends a step, and saves
-        time.sleep(5)
+        time.sleep(3)
         pathlib.Path(sys.argv[1], "saved").touch()
     line, status = processes.agree_on_exit("interrupted", 130, is_certain=False, is_signal=True)
     print(line, file=sys.stderr)
@@ -224,7 +224,7 @@ import pathlib, sys, time
 from flexrank import processes
 
 def work():
-    time.sleep(4)
+    time.sleep(3)
     pathlib.Path(sys.argv[1]).touch()
     return 7
 

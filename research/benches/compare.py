@@ -81,7 +81,7 @@ def _measure(benchmark: Benchmark, request: Request) -> dict[str, Any]:
         "measure": benchmark.measure, "digits": benchmark.digits, "budgets": list(benchmark.budgets),
         "dense": dense, "parameters": parameters, "sized": {**sized, **applicable}, "trials": trials,
         "seconds": {method: [{key: one[key] for key in costs} for one in units] for method, units in elastic.items()},
-        "obstacles": {method: first[method]["obstacle"] for method in separate.keys() - applicable},
+        "obstacles": {method: first[method]["obstacle"] for method in separate if method not in applicable},
     }  # fmt: skip
 
 

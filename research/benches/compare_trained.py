@@ -11,9 +11,7 @@ has no row of numbers, and the table says why.
 
 import dataclasses
 import itertools
-import logging
 import math
-import resource
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +19,10 @@ from typing import Any
 
 from flexrank.data.halves import Half
 from flexrank.decompose import Method
-from flexrank.errors import DivergedError
+from flexrank.deployment.machine import resident_peak
 from research import figures
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
-from research.baselines.trained.task import Size, TrainedMethod, TrainingTask
 from research.benches.rates import (
     Rates,
     best_rates,
@@ -46,8 +43,6 @@ from research.benches.training_free import WHOLE, base_parameters, millions_at
 from research.benches.tuning import as_error, trial_budgets
 from research.experiment import Experiment, Ledger, Request
 from research.result import Result, behind, goal, measured, spread, spreads, table
-
-log = logging.getLogger("flexrank")
 
 COLOURS = dict(zip(TRAINED_METHODS, (figures.OURS, *figures.RIVALS, "#000000", "#888888"), strict=True))
 #: Ours, and the paper's.
@@ -221,25 +216,14 @@ def method_unit(
     dense, others = sum(m * n for m, n in task.layers.values()), task.parameter_limit(0)
     rows, seconds, start = [], 0.0, time.process_time()
     try:
-        for size in _sizes(TRAINED_METHODS[method], task, rate_of):
+        for size in TRAINED_METHODS[method].sizes_at(task, rate_of):
             seconds += time.process_time() - start
             share = size and (size[1] - others) / dense
             rows.append(size and {"parameters": size[1], "share": share, "scores": subject.score(size[0])})
             start = time.process_time()
     except NotApplicable as reason:
         return {"rows": [None] * len(benchmark.budgets), "obstacle": str(reason)}
-    except DivergedError as error:  # the rate is too high, for this size or for all
-        log.warning("%s at %s: %s", method, ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)), error)
-        rows += [None] * (len(benchmark.budgets) - len(rows))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"rows": rows, "seconds": seconds + time.process_time() - start, "peak_bytes": peak}
-
-
-def _sizes(method: TrainedMethod, task: TrainingTask, rates: Mapping[float, float]) -> Iterator[Size]:
-    """Yields the method's sizes; those at one rate, all of a method of one artefact, are made by one call."""
-    (name,) = method.trials[0]
-    for rate, budgets in itertools.groupby(task.budgets, rates.__getitem__):
-        yield from method.sizes(dataclasses.replace(task, budgets=list(budgets)), {name: rate})
+    return {"rows": rows, "seconds": seconds + time.process_time() - start, "peak_bytes": resident_peak()}
 
 
 def _table(name: str, data: Mapping[str, Any], panel: str, measure: str, places: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
 from research.baselines.trained.task import TrainingTask
 from research.benches import compare_trained, training_benchmarks, tuning
-from research.benches.compare_trained import _sizes, method_unit, run, sensitivity_unit
+from research.benches.compare_trained import method_unit, run, sensitivity_unit
 from research.benches.rates import next_rates
 from research.experiment import Ledger, Request, find_experiment
 from research.result import shown_rows
@@ -152,18 +152,20 @@ def test_sizes_of_their_own_ask_for_rates_at_both_edges() -> None:
 
 
 def test_sizes_at_one_rate_are_made_together() -> None:
-    """By hand: three rates in turn for four budgets."""
+    """By hand: three rates in turn for four budgets; at the first of them training diverges."""
     calls: list[Any] = []
 
     def sizes(task: Any, settings: Any) -> Any:
         calls.append((task.budgets, dict(settings)))
-        yield from task.budgets
+        yield task.budgets[0]
+        if len(task.budgets) > 1:
+            raise DivergedError("the loss is nan at step 3")
 
     method = dataclasses.replace(TRAINED_METHODS["independent"], sizes=sizes)
     fields = dict.fromkeys((field.name for field in dataclasses.fields(TrainingTask)), None)
     task = TrainingTask(**fields | {"budgets": [0.9, 0.8, 0.5, 0.2]})  # type: ignore[arg-type]
     rates = {0.9: 0.5, 0.8: 0.5, 0.5: 1.0, 0.2: 0.5}
-    assert list(_sizes(method, task, rates)) == [0.9, 0.8, 0.5, 0.2]
+    assert list(method.sizes_at(task, rates)) == [0.9, None, 0.5, 0.2]
     assert calls == [([0.9, 0.8], {"times_usual": 0.5}), ([0.5], {"times_usual": 1.0}), ([0.2], {"times_usual": 0.5})]
 
 

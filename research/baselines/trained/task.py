@@ -1,6 +1,8 @@
 """What every trained rival is given, and the loop that trains it."""
 
 import dataclasses
+import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,9 +17,12 @@ from flexrank.distill.optimizer import set_rate
 from flexrank.distill.schedule import Feed, scheduled_rate
 from flexrank.distill.step import Step, Targets
 from flexrank.distill.trained import training
+from flexrank.errors import DivergedError
 from flexrank.profiles import ProfileChain
 from flexrank.progress import track
 from research.baselines.method import Loss, parameter_count
+
+log = logging.getLogger("flexrank")
 
 #: The warm-up's share of the steps, and the bytes of the teacher's outputs that are cached.
 WARMUP, CACHE = 0.025, 256 * 2**20
@@ -83,7 +88,7 @@ class TrainingTask:
                 {"params": [one for name, one in parameters.items() if name not in fast_parameters], "scale": 1.0},
                 {"params": [one for name, one in parameters.items() if name in fast_parameters], "scale": fast_factor},
             ],
-            lr=learning_rate, weight_decay=0.0,
+            lr=learning_rate, weight_decay=0.0, fused=True,
         )  # fmt: skip
         targets = Targets(self.teacher, objective, self.autocast, CACHE)
         warmup = round(WARMUP * steps)
@@ -106,6 +111,22 @@ class TrainedMethod:
     trials: Sequence[Settings]  #: four learning rates to try, each twice the one before
     sizes: Callable[[TrainingTask, Settings], Iterator[Size]]
     table: Method | None = None  #: the decomposition from whose sensitivity table it chooses ranks
+
+    def sizes_at(self, task: TrainingTask, rates: Mapping[float, float]) -> Iterator[Size]:
+        """Yields sizes at the learning rates of their budgets; those at one rate, and of one artefact, by one call.
+
+        If training diverges, the sizes at that rate that are not made yet are None.
+        """
+        (setting,) = self.trials[0]
+        for rate, group in itertools.groupby(task.budgets, rates.__getitem__):
+            budgets, made = list(group), 0
+            try:
+                for size in self.sizes(dataclasses.replace(task, budgets=budgets), {setting: rate}):
+                    made += 1
+                    yield size
+            except DivergedError as error:
+                log.warning("%s at %g: %s", self.name, rate, error)
+                yield from [None] * (len(budgets) - made)
 
 
 def rates(name: str, *values: float) -> tuple[Settings, ...]:

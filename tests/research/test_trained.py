@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from flexrank.calibrate import collect_moments
 from flexrank.data.batches import call_model
 from flexrank.decompose import decompose_
 from flexrank.distill.objectives import EmbeddingObjective, LogitObjective
+from flexrank.distill.step import Step
 from flexrank.nn.blocks import block_stack
 from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
@@ -140,6 +142,21 @@ def test_a_rate_decays_or_stays(decays: bool, monkeypatch: pytest.MonkeyPatch) -
     one.train_(model, parameters, LogitObjective(), 40, 1.0, decays=decays)
     assert rates[0] == 1.0 and rates[-1] == pytest.approx(0.00162 if decays else 1.0, abs=1e-5)
     assert (rates[1:] == [1.0] * 39) != decays
+
+
+@pytest.mark.parametrize("name", ["acip", "svd-llm + lora"])
+def test_a_second_phase_goes_on_in_the_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many batches as there are steps are each taken once."""
+    one, taken, take = training_task(steps=10, budgets=(0.5,)), list[int | None](), Step.take
+
+    def record(step: Step, batches: Any, number: int) -> Any:
+        taken.extend(index for index, _ in batches)
+        return take(step, batches, number)
+
+    monkeypatch.setattr(Step, "take", record)
+    method = TRAINED_METHODS[name]
+    list(method.sizes(dataclasses.replace(one, batches=[BATCH] * 10), method.trials[0]))
+    assert sorted(map(str, taken)) == sorted(map(str, range(10)))
 
 
 class Watched(acip.Pressure):

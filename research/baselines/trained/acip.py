@@ -162,7 +162,7 @@ def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     def switch(step: int) -> None:
         set_masks(layers, all_masks[draws.draw(step)])
 
-    task.train_(model, adapters, task.objective, steps, rate, switch)
+    task.train_(model, adapters, task.objective, steps, rate, switch, first_batch=pressure.steps)
     for budget, masks in zip(task.budgets, all_masks, strict=True):
         set_masks(layers, masks)
         kept = sum(layers[name].parameters_at(int(mask.sum())) for name, mask in masks.items())

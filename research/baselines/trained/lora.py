@@ -77,9 +77,9 @@ def _sizes(task: TrainingTask, settings: Settings, ranks: Callable[[float], Rank
             model.set_submodule(name, pair(layer))
         steps, rate = task.steps_per_size // 2, task.learning_rate(settings)
         adapt_(model, [f"{name}.{factor}" for name in profile for factor in ("u", "v")], task.seed)
-        for factor in ("u", "v"):
+        for phase, factor in enumerate(("u", "v")):
             adapters = trained_parameters(model, [f".{factor}.lora_"])
-            task.train_(model, adapters, task.objective, steps, rate)
+            task.train_(model, adapters, task.objective, steps, rate, first_batch=phase * steps)
         yield model, parameters
 
 

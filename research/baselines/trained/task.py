@@ -77,11 +77,12 @@ class TrainingTask:
         fast_parameters: Sequence[str] = (),
         fast_factor: float = 1.0,
         decays: bool = True,
+        first_batch: int = 0,
     ) -> None:
         """Trains these parameters in place with AdamW, `fast_parameters` at `fast_factor` times the learning rate.
 
         After its warm-up the learning rate decays to 0 if `decays`, otherwise it stays. `before_step` is called before
-        each step, with the step's number.
+        each step, with the step's number. Training goes on from batch `first_batch`, as in a method of two phases.
         """
         optimizer = torch.optim.AdamW(
             [
@@ -93,6 +94,8 @@ class TrainingTask:
         targets = Targets(self.teacher, objective, self.autocast, CACHE)
         warmup = round(WARMUP * steps)
         step, feed = Step(model, targets, parameters, optimizer, 1.0), Feed(self.batches, self.seed)
+        for _ in range(first_batch):
+            feed.next()
         with self.forward_context(model), training(model, self.teacher, parameters):
             for number in track(range(steps), "training", steps, 0):
                 before_step(number)

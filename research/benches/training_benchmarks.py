@@ -82,7 +82,7 @@ class TrainingBenchmark:
         return TrainingTask(
             subject.teacher, subject.calibration, batches, self.budgets, steps, per_size, self.objective,
             self.output_objective, self.label_loss, decompose=lambda method: copy.deepcopy(decomposed(method)),
-            chain=lambda method, allocation: chain_of(allocation, errors[method], self.budgets),
+            chain=functools.cache(lambda method, allocation: chain_of(allocation, errors[method], self.budgets)),
             forward_context=lambda model: self.forward_context(model, subject.teacher),
             layers={name: matrix_shape(layer) for name, layer in layers.items()},
             default_rate=self.default_rate, seed=seed,

@@ -19,7 +19,7 @@ from flexrank.nn.matrix import matrix_shape
 from flexrank.nn.select import select_layers
 from research.baselines.method import NotApplicable
 from research.baselines.statistics import next_token_loss
-from research.baselines.trained import TRAINED_METHODS, acip, layerskip
+from research.baselines.trained import TRAINED_METHODS, acip, layerskip, llm_pruner, lora
 from research.baselines.trained.task import TrainingTask
 from research.originals.acip import Labels
 from tiny import batch_for, build, chain_of, outputs, same_state
@@ -157,6 +157,26 @@ def test_a_second_phase_goes_on_in_the_data(name: str, monkeypatch: pytest.Monke
     method = TRAINED_METHODS[name]
     list(method.sizes(dataclasses.replace(one, batches=[BATCH] * 10), method.trials[0]))
     assert sorted(map(str, taken)) == sorted(map(str, range(10)))
+
+
+@pytest.mark.parametrize(("name", "part"), [("svd-llm + lora", lora), ("llm-pruner", llm_pruner)])
+def test_sizes_at_other_rates_start_from_what_was_prepared(
+    name: str, part: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, method = list[Any](), TRAINED_METHODS[name]
+    prepare = "_whitened" if part is lora else "taylor_widths"
+    original = getattr(part, prepare)
+
+    def counted(task: TrainingTask) -> Any:
+        made.append(task.budgets)
+        return original(task)
+
+    monkeypatch.setattr(part, prepare, counted)
+    (setting,) = method.trials[0]
+    sizes = list(method.sizes_at(one := training_task(), {0.8: 1e-3, 0.5: 2e-3}))
+    assert made == [[0.8]] and len(sizes) == 2
+    alone = list(method.sizes(dataclasses.replace(one, budgets=(0.5,), kept={}), {setting: 2e-3}))
+    assert sizes[1] is not None and alone[0] is not None and same_state(sizes[1][0], alone[0][0])
 
 
 class Watched(acip.Pressure):

@@ -19,7 +19,7 @@ LEAST_CHANNELS = 0.8
 
 def sizes(task: TrainingTask, settings: Settings) -> Iterator[Size]:
     """Makes each size separately: removes what is least important, then trains adapters on all linear layers."""
-    widths = taylor_widths(task)
+    widths = task.prepared(taylor_widths)
     for budget in task.budgets:
         kept = widths.at(unit_budget(task, widths, budget), LEAST_CHANNELS)
         if kept is None:

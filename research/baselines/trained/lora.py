@@ -63,7 +63,7 @@ def joint(task: TrainingTask, settings: Settings) -> Iterator[Size]:
 
 def _sizes(task: TrainingTask, settings: Settings, ranks: Callable[[float], RankProfile]) -> Iterator[Size]:
     """Yields the whitened factors at each budget's ranks, after adapters on U, then on V."""
-    whole = _whitened(task)
+    whole = task.prepared(_whitened)
     for budget in task.budgets:
         profile = ranks(budget)
         ((_, parameters),) = at(whole, profile)

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ log = logging.getLogger("flexrank")
 #: The warm-up's share of the steps, and the bytes of the teacher's outputs that are cached.
 WARMUP, CACHE = 0.025, 256 * 2**20
 Settings = Mapping[str, Any]
+T = TypeVar("T")
 #: A model and its deployed parameters, with embeddings and norms; None if there is no size that small.
 Size = tuple[nn.Module, int] | None
 
@@ -51,6 +52,14 @@ class TrainingTask:
     default_rate: float  #: the learning rate of flexrank's own consolidation of the model
     autocast: torch.dtype | None
     seed: int
+    kept: dict[Any, Any] = dataclasses.field(default_factory=dict)  #: what `prepared` has made
+
+    def prepared(self, make: Callable[["TrainingTask"], T]) -> T:
+        """Returns what `make` returns for this task, which it does once for all learning rates and budgets."""
+        if make not in self.kept:
+            self.kept[make] = make(self)
+        made: T = self.kept[make]
+        return made
 
     def parameter_limit(self, budget: float) -> int:
         """Returns the parameters that a deployed model may have at a budget, including those outside the layers."""

@@ -60,7 +60,8 @@ adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD
 **Rivals that are weaker here than they can be** (docs/log.md): pycode5m was trained before MatFormer kept heads longer,
 LayerSkip skipped blocks by sample, and more than two further rates were tried. Before babyllama's tables, SVD-LLM's
 adapters were at uniform ranks alone, on V before U. No table yet has separately trained sizes at rates of their own:
-one rate serves all of them too. On babyllama the best one over all sizes hardly moves `svd-llm + lora, joint`, though
+one rate serves all of them too. In all tables so far, the second phases of ACIP and of SVD-LLM's adapters began with
+the first batches again, and rivals' optimizer was a slower form of flexrank's, which lowers their steps at equal time. On babyllama the best one over all sizes hardly moves `svd-llm + lora, joint`, though
 larger ones are better from .5 down, and worse from .8 up. ASVD's search ends below its budgets and stays there. A head,
 a pooler or a patch embedding that a method cannot reduce counts in its budgets unless `layers.exclude` names it.
 

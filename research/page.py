@@ -57,13 +57,14 @@ of its own, whose time and peak memory are shown. The trainings are short, 160 t
 start from a good decomposition. ACIP has 96 to 192 of them to learn an order of singular values, and one set of
 adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD.
 
-**Rivals that are weaker here than they can be** (docs/log.md): pycode5m was trained before MatFormer kept heads longer,
-LayerSkip skipped blocks by sample, and more than two further rates were tried. Before babyllama's tables, SVD-LLM's
-adapters were at uniform ranks alone, on V before U. No table yet has separately trained sizes at rates of their own:
-one rate serves all of them too. In all tables so far, the second phases of ACIP and of SVD-LLM's adapters began with
-the first batches again, and rivals' optimizer was a slower form of flexrank's, which lowers their steps at equal time. On babyllama the best one over all sizes hardly moves `svd-llm + lora, joint`, though
-larger ones are better from .5 down, and worse from .8 up. ASVD's search ends below its budgets and stays there. A head,
-a pooler or a patch embedding that a method cannot reduce counts in its budgets unless `layers.exclude` names it.
+**Rivals that are weaker here than they can be** (docs/log.md): pycode5m was trained before MatFormer kept heads
+longer, LayerSkip skipped blocks by sample, and more than two further rates were tried. Before babyllama's tables,
+SVD-LLM's adapters were at uniform ranks alone, on V before U. No table yet has separately trained sizes at rates of
+their own: one rate serves all of them too. In all tables so far, the second phases of ACIP and of SVD-LLM's adapters
+began with the first batches again, and rivals' optimizer was a slower form of flexrank's, which lowers their steps at
+equal time. On babyllama the best one over all sizes hardly moves `svd-llm + lora, joint`, though larger ones are
+better from .5 down, and worse from .8 up. ASVD's search ends below its budgets and stays there. A head, a pooler or a
+patch embedding that a method cannot reduce counts in its budgets unless `layers.exclude` names it.
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and

@@ -23,7 +23,14 @@ def record_training(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def recorded(
-        task: TrainingTask, model: nn.Module, parameters: Any, objective: Any, steps: int, rate: float, *rest: Any
+        task: TrainingTask,
+        model: nn.Module,
+        parameters: Any,
+        objective: Any,
+        steps: int,
+        rate: float,
+        *rest: Any,
+        first_batch: int = 0,
     ) -> None:
         before_step = rest[0] if rest else lambda step: None
         seen, places = [], []

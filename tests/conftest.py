@@ -40,7 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is collected often, each time among all that large libraries hold: a tenth of the suite's time."""
+    """Garbage is then not looked for among all that large libraries hold, which the suite asks for often."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # one file alone would wait longer for these imports than it saves
     import transformers.modeling_utils
     import transformers.trainer  # noqa: F401
 

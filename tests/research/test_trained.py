@@ -137,11 +137,18 @@ def test_fast_parameters_learn_at_their_own_rate() -> None:
 def test_a_rate_decays_or_stays(decays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 40 steps warms up; by hand, the last is then at (1 + cos(π 38 / 39)) / 2 of the rate."""
     one, model, rates = training_task(), build("llama_tied", seed=3), list[float]()
-    monkeypatch.setattr("research.baselines.trained.task.set_rate", lambda _, rate: rates.append(rate))
+    optimizers: list[Any] = []
+
+    def record(optimizer: Any, rate: float) -> None:
+        optimizers.append(optimizer)
+        rates.append(rate)
+
+    monkeypatch.setattr("research.baselines.trained.task.set_rate", record)
     parameters = {"model.norm.weight": dict(model.named_parameters())["model.norm.weight"]}
     one.train_(model, parameters, LogitObjective(), 40, 1.0, decays=decays)
     assert rates[0] == 1.0 and rates[-1] == pytest.approx(0.00162 if decays else 1.0, abs=1e-5)
     assert (rates[1:] == [1.0] * 39) != decays
+    assert optimizers[0].defaults["fused"]  # as flexrank's own, whose seconds are compared
 
 
 @pytest.mark.parametrize("name", ["acip", "svd-llm + lora"])

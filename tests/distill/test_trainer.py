@@ -140,7 +140,9 @@ def test_after_training_in_bfloat16_the_model_computes_in_its_own_dtype(tmp_path
     assert dtypes == [torch.float32, torch.float32]
 
 
-def test_a_size_that_accelerate_has_prepared_is_deployed_and_exported_without_autocast(tmp_path: Path) -> None:
+def test_a_size_that_accelerate_has_prepared_is_deployed_and_exported_without_autocast(
+    tmp_path: Path, verified_here: None
+) -> None:
     model = elastic("llama_untied")
     profile, batch = chain_of(model, BUDGETS).at(0.25), batch_for("llama_untied")
     small = fr.deploy(model, profile)

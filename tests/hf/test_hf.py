@@ -71,7 +71,7 @@ def test_a_saved_model_comes_back_to_the_same_bits(name, saved):
     assert next(again.half().parameters()).dtype == torch.float16  # transformers forbids it for quantized models
 
 
-def test_transformers_own_loading_notices_a_flipped_bit(tmp_path):
+def test_transformers_own_loading_notices_a_flipped_bit(tmp_path, verified_here):
     export(torch.nn.DataParallel(tiny.deployed("bert")), tmp_path / "small", tiny.batch_for("bert"))
     flip_a_bit(tmp_path / "small" / "model.safetensors", -3)
     message = "model.safetensors: does not match its checksum.*then delete flexrank.json"
@@ -243,7 +243,7 @@ def test_without_transformers_the_error_names_it(call, tmp_path, monkeypatch):
     assert EXTRAS[error.value.name] == "hf"
 
 
-def test_an_export_loads_with_trusted_code_and_no_import_of_flexrank(tmp_path):
+def test_an_export_loads_with_trusted_code_and_no_import_of_flexrank(tmp_path, verified_here):
     small, batch = tiny.deployed("llama_tied"), tiny.batch_for("llama_tied")
     export(small, tmp_path / "llama_tied", batch)
     save_file(batch | {"expected": outputs(small, batch)}, tmp_path / "llama_tied.safetensors")

@@ -307,12 +307,13 @@ def test_any_configuration_is_compared_whole(
     keys = settings(sources / task, sources / "text.txt", tmp_path / "unused", task)
     keys["data"] |= {"calibration": 8, "probe": 4, "evaluation": 8}
     config = parse_config(keys | {"probe": {"levels": 2}})
-    request = Request(tmp_path / "work", seeds=2, config=config, jobs=0)
+    request = Request(tmp_path / "work", seeds=1 if task == "language" else 2, config=config, jobs=0)
     monkeypatch.setattr(compare, "_claim", lambda *_: {})
     result = compare.run(request)
     (one,) = result["data"].values()
-    first, second = (one["sized"]["fwsvd"]["joint"][seed]["rows"] for seed in (0, 1))
-    assert first != second  # another calibration and probe
+    if task == "embedding":
+        first, second = (one["sized"]["fwsvd"]["joint"][seed]["rows"] for seed in (0, 1))
+        assert first != second  # another calibration and probe
     assert one["dense"] == compare.run(request)["data"][config.name]["dense"]
     assert compare.draw(result["data"]).axes
 

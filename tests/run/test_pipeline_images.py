@@ -61,7 +61,7 @@ def test_a_network_in_bfloat16_that_does_not_convert_its_images(tmp_path: Path) 
     assert small.dtype == torch.bfloat16 and small(torch.zeros(1, 3, 16, 16, dtype=small.dtype)).logits.isfinite().all()
 
 
-def test_a_whole_run(model: Path, tmp_path: Path) -> None:
+def test_a_whole_run(model: Path, tmp_path: Path, verified_here: None) -> None:
     images = write_images(tmp_path / "images.npz")
     run_stages(parse_config(settings(model, images, tmp_path / "run")))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from flexrank.cli.printing import show_report
 from flexrank.errors import FlexrankError
-from flexrank.run import cards, report, tables
+from flexrank.run import cards, figures, report, tables
 from flexrank.run.config import DecompositionConfig
 from tiny_runs import invoke, refused, rerun
 
@@ -155,7 +155,13 @@ def test_counts_are_short(number: int, text: str) -> None:
     assert tables.count(number) == text
 
 
-def test_the_page_holds_the_numbers_and_needs_no_other_file(tmp_path: Path) -> None:
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are drawn, which other tests' runs leave out."""
+    monkeypatch.setattr(report, "draw_figures", figures.draw_figures)
+
+
+def test_the_page_holds_the_numbers_and_needs_no_other_file(tmp_path: Path, drawn: None) -> None:
     paths = report.write_report(write(tmp_path, summary()))
     assert {path.name for path in paths} == {"quality.png", "ranks.png", "report.md", "report.html"}
     page = (tmp_path / "report.html").read_text()
@@ -169,7 +175,7 @@ def texts(path: Path) -> list[str]:
     return re.findall(r"<!-- (.*?) -->", path.read_text())
 
 
-def test_the_figures_name_their_series_layers_and_ranks(tmp_path: Path) -> None:
+def test_the_figures_name_their_series_layers_and_ranks(tmp_path: Path, drawn: None) -> None:
     report.write_report(write(tmp_path, summary()))
     quality = texts(tmp_path / "figures" / "quality.svg")
     assert quality.count("consolidated") == quality.count("decomposed only") == 2
@@ -179,7 +185,7 @@ def test_the_figures_name_their_series_layers_and_ranks(tmp_path: Path) -> None:
     assert ranks.count("24") == ranks.count("16") == len(SHAPES)
 
 
-def test_a_quality_that_is_better_lower_is_marked_so(tmp_path: Path) -> None:
+def test_a_quality_that_is_better_lower_is_marked_so(tmp_path: Path, drawn: None) -> None:
     value = summary()
     for holder in (value["base"], *value["rows"]):
         holder["quality"] = {"nats_per_token": 2.0}
@@ -189,14 +195,14 @@ def test_a_quality_that_is_better_lower_is_marked_so(tmp_path: Path) -> None:
     assert "nats per token (lower is better)" in texts(tmp_path / "figures" / "quality.svg")
 
 
-def test_many_layers_are_drawn_without_their_names(tmp_path: Path) -> None:
+def test_many_layers_are_drawn_without_their_names(tmp_path: Path, drawn: None) -> None:
     many = {f"model.layers.{block}.{name}": {"shape": [32, 32]} for block in range(32) for name in "abcdefg"}
     report.write_report(write(tmp_path, summary(many)))
     ranks = texts(tmp_path / "figures" / "ranks.svg")
     assert "model.layers.31" in ranks and "a" not in ranks and "24" not in ranks
 
 
-def test_the_same_summary_gives_the_same_files(tmp_path: Path) -> None:
+def test_the_same_summary_gives_the_same_files(tmp_path: Path, drawn: None) -> None:
     write(tmp_path, summary())
     first = {path: path.read_bytes() for path in report.write_report(tmp_path)}
     assert {path: path.read_bytes() for path in report.write_report(tmp_path)} == first

@@ -23,6 +23,7 @@ from flexrank.errors import FlexrankError
 from flexrank.hf.models import load_model
 from research.assets import assets_directory
 from research.benches.runtimes import deployed_sizes
+from research.machine import last_line
 
 MODEL, BUDGET = "stories260k", 0.5
 app = typer.Typer(cls=OneLineErrors, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -57,7 +58,7 @@ def difference_of(clone: Path, dense: Path) -> float:
     command = [sys.executable, str(script), str(dense), "--outfile", str(dense / file), "--outtype", "f32"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise FlexrankError(f"{script}: {' '.join(done.stderr.splitlines()[-1:])}")
+        raise FlexrankError(f"{script}: {last_line(done.stderr)}")
     plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     again = AutoModelForCausalLM.from_pretrained(dense, gguf_file=file, dtype=torch.float32)
     batch = sample_inputs(plain, *TRACED)

@@ -47,6 +47,11 @@ def track_resources() -> Iterator[dict[str, float]]:
     resources |= {"seconds": time.perf_counter() - start, "peak_bytes": resident_peak() - before}
 
 
+def last_line(errors: str) -> str:
+    """Returns the last line that a process wrote on standard error, or that there is none."""
+    return (errors.strip().splitlines() or ["without a word"])[-1]
+
+
 def random_llama(**sizes: Any) -> Any:
     """Returns a Llama with random weights in eval mode; `sizes` are fields of its configuration."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""Writes the result pages in docs/ from saved results: every number in them is read from a result.json."""
+"""Writes the result pages in docs/ from saved results: every number in their tables is read from a result.json."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -8,6 +8,7 @@ import tempfile
 from typing import Literal
 
 from flexrank.errors import FlexrankError
+from research.machine import last_line
 
 Stage = Literal["decompose", "probe", "distill", "evaluate", "deploy"]
 #: The stage completed before each one is measured; stages between the two are measured with it.
@@ -92,5 +93,5 @@ def peaks_of(stage: Stage, *configs: str, processes: int = 1) -> list[int]:
         command = [sys.executable, *(launcher if processes > 1 else []), program.name, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
     if done.returncode:
-        raise FlexrankError(f"measuring the memory of {stage} failed: {done.stderr.strip().splitlines()[-1]}")
+        raise FlexrankError(f"measuring the memory of {stage} failed: {last_line(done.stderr)}")
     return [max(peaks) for peaks in zip(*map(json.loads, done.stdout.splitlines()), strict=True)]

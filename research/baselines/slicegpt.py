@@ -243,7 +243,7 @@ def components(signals: Sequence[Signal], k: int, is_centred: bool) -> Float[Ten
     """
     rows = [hidden.flatten(0, 1) if mask is None else hidden[mask] for hidden, mask, _ in signals]
     rows = [_centred(one.double()) if is_centred else one.double() for one in rows]
-    moment = torch.stack([one.T @ one for one in rows]).sum(0)
+    moment: Any = sum(one.T @ one for one in rows)
     vectors = torch.linalg.eigh(moment).eigenvectors.flip(1)[:, :k]
     return _centred(vectors.T).T if is_centred else vectors
 

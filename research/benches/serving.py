@@ -100,7 +100,7 @@ def serve(python: str, directory: str, prompts: Sequence[Sequence[int]]) -> Any:
         command = [python, serve_by_vllm.__file__, str(asked), str(answered)]
         done = subprocess.run(command, text=True, capture_output=True, env=own)
         if done.returncode:
-            raise FlexrankError(f"vLLM did not serve the export: {done.stderr.strip().splitlines()[-1]}")
+            raise FlexrankError(f"vLLM did not serve the export: {machine.last_line(done.stderr)}")
         return json.loads(answered.read_text())
 
 

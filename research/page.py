@@ -31,9 +31,10 @@ from the numbers beside them. docs/baselines.md compares our implementations wit
 
 **On your own model**: `python -m research compare --config CONFIG` and `compare-trained --config CONFIG` take the
 model, data and budgets from a run's configuration, in float32, and 1e-4 where it has no learning rate; a training step
-takes one batch, without accumulation or weight decay, and clips gradients at norm 1. `--jobs N` runs N methods at once,
-`--seeds N` repeats everything, `--tasks` adds tables of lm-eval tasks, and an interrupted comparison continues where it
-stopped. None of the language models below is above chance on ARC-Easy or PIQA, so they are not scored by tasks.
+takes one batch, without accumulation or weight decay, and clips gradients at norm 1. Keys that are given and not used
+are named. `--jobs N` runs N methods at once, `--seeds N` repeats everything, `--tasks` adds tables of lm-eval tasks, and
+an interrupted comparison continues where it stopped. None of the language models below is above chance on ARC-Easy or
+PIQA, so they are not scored by tasks.
 
 **Training-free.** *published* ranks are those of the method's own paper, found by its own search if it has one. What
 rounding leaves of a uniform share is filled up. Searched ranks and *paper* ranks may end below their budgets, mostly by

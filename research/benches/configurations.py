@@ -1,12 +1,14 @@
 """Comparisons of any model: what they take from the configuration of a run."""
 
 import dataclasses
-from collections.abc import Iterable
+import logging
+from collections.abc import Collection, Iterable
 
 from flexrank.data.batches import Batch
 from flexrank.data.halves import Half
 from flexrank.errors import FlexrankError
 from flexrank.run.config import RunConfig
+from flexrank.run.data_config import Section
 from flexrank.run.directory import RunDirectory
 from flexrank.run.samples import load_samples
 from flexrank.run.workspace import Workspace
@@ -14,9 +16,21 @@ from research.benches.quality import Subject
 from research.benches.tasks import task_measure
 from research.experiment import Request
 
+log = logging.getLogger("flexrank")
 
-def require_comparable(config: RunConfig, request: Request) -> None:
-    """Raises FlexrankError if a comparison cannot take the configuration as it is."""
+#: What every comparison takes; one that trains takes more. Sections stand for all of their keys.
+TAKEN = frozenset(
+    {"name", "task", "model", "device", "seed", "data", "layers", "allocation.budgets", "probe.levels"}
+    | {"distillation.temperature"}
+)
+#: Where a run's results go and what becomes of its sizes, which nobody expects a comparison to take.
+OF_RUNS = frozenset({"output", "deployment", "evaluation"})
+
+
+def require_comparable(config: RunConfig, request: Request, taken: Collection[str] = TAKEN) -> None:
+    """Names the keys that are given and not `taken`; raises FlexrankError if the configuration cannot be taken."""
+    if ignored := _ignored_keys(config, taken):
+        log.warning("%s: a comparison does not use %s", config.name, ", ".join(ignored))
     if request.seeds > 1 and (config.data.source != "text" or config.data.is_stream):
         source = "a stream" if config.data.is_stream else repr(config.data.source)
         raise FlexrankError(f"data.source is {source}; only of 'text' in memory seeds draw another calibration")
@@ -24,6 +38,16 @@ def require_comparable(config: RunConfig, request: Request) -> None:
         raise FlexrankError("layers.include is set; a comparison takes all layers but those of layers.exclude")
     if config.data.half is not None:
         raise FlexrankError(f"data.half is {config.data.half}; leave it out, settings are tried on the tuning half")
+
+
+def _ignored_keys(config: RunConfig, taken: Collection[str]) -> list[str]:
+    given = sorted(config.model_fields_set - {*taken, *OF_RUNS})
+    sections = {name: getattr(config, name) for name in given}
+    keys = {
+        name: [f"{name}.{key}" for key in sorted(part.model_fields_set)] if isinstance(part, Section) else [name]
+        for name, part in sections.items()
+    }
+    return [key for name in given for key in keys[name] if key not in taken]
 
 
 def config_subject(request: Request, config: RunConfig, seed: int, half: Half) -> tuple[Subject, Iterable[Batch]]:

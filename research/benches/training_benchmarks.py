@@ -28,7 +28,7 @@ from research.baselines.method import Loss
 from research.baselines.statistics import next_token_loss
 from research.baselines.trained.task import TrainingTask
 from research.benches import images, language, sts
-from research.benches.configurations import config_subject, require_comparable
+from research.benches.configurations import TAKEN, config_subject, require_comparable
 from research.benches.quality import Subject, chain_of
 from research.benches.tasks import task_measure
 from research.benches.training_free import CONFIG_MEASURES
@@ -44,6 +44,10 @@ STEPS |= {"resnet20": (320, 700), "vit": (320, 700)}
 #: The learning rates around which trials lie, in place of those of the longer `language`, `sts` and `vision`.
 RATES = {"stories260k": 2e-3, "pycode5m": 2e-4, "babyllama": 1e-3, "all-MiniLM-L6-v2": 1e-4}
 RATES |= {"resnet20": 1e-3, "vit": 1e-4}
+#: The settings of training that a configuration may give.
+TRAINING_KEYS = frozenset(
+    f"distillation.{key}" for key in ("steps", "learning_rate", "batch_size", "hidden_weight", "autocast")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +161,7 @@ def _image_benchmark(name: str, steps: int, request: Request) -> TrainingBenchma
 def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
     """Returns any transformer, in float32; trials use the tuning half."""
     settings = config.distillation
-    require_comparable(config, request)
+    require_comparable(config, request, TAKEN | TRAINING_KEYS)
     budgets = [budget for budget in config.allocation.budgets if budget < 1]
     if settings.steps < 2 * LEAST_STEPS * len(budgets):  # trials that train each size alone have half of the steps
         needed = f"a comparison trains sizes below 1, for at least {2 * LEAST_STEPS} steps each"

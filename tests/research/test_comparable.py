@@ -70,6 +70,24 @@ def test_a_half_of_the_configurations_own_is_refused(sources: Path, tmp_path: Pa
             found(Request(tmp_path, config=config))
 
 
+def test_keys_that_a_comparison_does_not_use_are_named(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = settings(sources / "language", sources / "text.txt", tmp_path / "unused", "language")
+    keys = {name: usual[name] for name in ("name", "task", "model", "output", "data")} | {"dtype": "float32"}
+    keys |= {"decomposition": {"method": "svd"}, "probe": {"levels": 3, "spacing": "ranks"}}
+    keys |= {"distillation": {"steps": 40, "accumulation": 2}, "allocation": {"budgets": [0.5]}}
+    request = Request(tmp_path, config=parse_config(keys))
+    for benchmarks, more in (
+        (training_free.benchmarks, ", distillation.steps"),
+        (training_benchmarks.training_benchmarks, ""),
+    ):
+        caplog.clear()
+        benchmarks(request)
+        unused = f"decomposition.method, distillation.accumulation{more}, dtype, probe.spacing"
+        assert caplog.messages == [f"tiny: a comparison does not use {unused}"]
+
+
 def test_seeds_draw_other_samples_and_are_scored_on_the_same(sources: Path, tmp_path: Path) -> None:
     """With fewer samples scored than there are, which the configuration's own seed chooses."""
     config = config_of(sources, tmp_path, data={"evaluation": 4, "separator": "\n"})

@@ -30,11 +30,11 @@ their dense ones. All rank methods are gauge-aligned; adapters count, indices do
 from the numbers beside them. docs/baselines.md compares our implementations with the authors' own code.
 
 **On your own model**: `python -m research compare --config CONFIG` and `compare-trained --config CONFIG` take the
-model, data and budgets from a run's configuration, in float32, and 1e-4 where it has no learning rate; a training step
-takes one batch, without accumulation or weight decay, and clips gradients at norm 1. Keys that are given and not used
-are named. `--jobs N` runs N methods at once, `--seeds N` repeats everything, `--tasks` adds tables of lm-eval tasks, and
-an interrupted comparison continues where it stopped. None of the language models below is above chance on ARC-Easy or
-PIQA, so they are not scored by tasks.
+model, data and budgets from a run's configuration, in float32, and 1e-4 where it has no learning rate; a training
+step takes one batch, without accumulation or weight decay, and clips gradients at norm 1. Keys that are given and not
+used are named. `--jobs N` runs N methods at once, `--seeds N` repeats everything, `--tasks` adds tables of lm-eval
+tasks, and an interrupted comparison continues where it stopped. None of the language models below is above chance on
+ARC-Easy or PIQA, so they are not scored by tasks.
 
 **Training-free.** *published* ranks are those of the method's own paper, found by its own search if it has one. What
 rounding leaves of a uniform share is filled up. Searched ranks and *paper* ranks may end below their budgets, mostly by
@@ -60,11 +60,11 @@ adapters for all sizes: at .9 on pycode5m and stories260k it is behind plain SVD
 
 **Rivals that are weaker here than they can be** (docs/log.md). In all trained tables but pycode5m's, one rate serves
 all separately trained sizes too, the second phases of ACIP and of SVD-LLM's adapters began with the first batches
-again, and rivals' optimizer was a slower form of flexrank's, which lowers their steps at equal time. Before babyllama's
-and pycode5m's tables, SVD-LLM's adapters were at uniform ranks alone, on V before U. On babyllama the best one over all
-sizes hardly moves `svd-llm + lora, joint`, though larger ones are better from .5 down, and worse from .8 up. ASVD's
-search ends below its budgets and stays there. A head, a pooler or a patch embedding that a method cannot reduce counts
-in its budgets unless `layers.exclude` names it.
+again, and rivals' optimizer was a slower form of flexrank's, which lowers their steps at equal time. Before
+babyllama's and pycode5m's tables, SVD-LLM's adapters were at uniform ranks alone, on V before U. On babyllama the
+best one over all sizes hardly moves `svd-llm + lora, joint`, though larger ones are better from .5 down, and worse
+from .8 up. ASVD's search ends below its budgets and stays there. A head, a pooler or a patch embedding that a method
+cannot reduce counts in its budgets unless `layers.exclude` names it.
 
 **Where flexrank is behind, and why.** LEMS weighs outputs by the loss's gradients, DataSVD weighs activations alone;
 flexrank's default, `fisher`, adopts that idea and is close to LEMS, ahead at some sizes and behind at others. PIFA and
@@ -81,14 +81,14 @@ pycode5m at .5, .3 and .2, and by their tables on MiniLM from .4 down; on storie
 deploy --refit` prints the quality of both.
 
 Among trained rivals, nested widths (`matformer` in the tables) lead on stories260k from .5 down, and at .7 and .6 by
-less than flexrank's ± over three seeds (in *ablation* below); at .2 LLM-Pruner and ACIP are ahead too, and with ACIP at
-babyllama's .2: complete heads and channels hold more per parameter than a few ranks of such narrow matrices. Fewer
+less than flexrank's ± over three seeds (in *ablation* below); at .2 LLM-Pruner and ACIP are ahead too, and with ACIP
+at babyllama's .2: complete heads and channels hold more per parameter than a few ranks of such narrow matrices. Fewer
 channels beside lower ranks would give flexrank most of that on stories260k, and a wider model something from .4 down
 (docs/log.md, "Narrower feed-forward parts"). Sizes that are trained separately can be ahead at large sizes, where
-shared weights pay for the small ones. With a rate for each size, which only pycode5m's table has yet, `independent` is
-ahead at every size of it, by less than .0011 nats from .9 to .7, by .003 to .014 from .6 to .3, and by .096 at .2: its
-small sizes train at up to 32 times the rate of its largest, and one artefact has one rate. With all steps for each
-size, which are eight times as many in total, `independent` is ahead at every size of stories260k. On the vision
+shared weights pay for the small ones. With a rate for each size, which only pycode5m's table has yet, `independent`
+is ahead at every size of it, by less than .0011 nats from .9 to .7, by .003 to .014 from .6 to .3, and by .096 at .2:
+its small sizes train at up to 32 times the rate of its largest, and one artefact has one rate. With all steps for
+each size, which are eight times as many in total, `independent` is ahead at every size of stories260k. On the vision
 transformer, flexrank at its defaults, flexrank as printed and separate training are within 14 of 5,000 images of each
 other from .9 to .3: the standard error is 32 images. Of methods with one artefact flexrank is first at every budget
 from .8 down on MiniLM, pycode5m, the vision transformer and ResNet-20 (where its printed form is the only other one),

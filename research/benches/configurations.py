@@ -41,13 +41,11 @@ def require_comparable(config: RunConfig, request: Request, taken: Collection[st
 
 
 def _ignored_keys(config: RunConfig, taken: Collection[str]) -> list[str]:
-    given = sorted(config.model_fields_set - {*taken, *OF_RUNS})
-    sections = {name: getattr(config, name) for name in given}
-    keys = {
-        name: [f"{name}.{key}" for key in sorted(part.model_fields_set)] if isinstance(part, Section) else [name]
-        for name, part in sections.items()
-    }
-    return [key for name in given for key in keys[name] if key not in taken]
+    keys = list[str]()
+    for name in sorted(config.model_fields_set - {*taken, *OF_RUNS}):
+        part = getattr(config, name)
+        keys += [f"{name}.{key}" for key in sorted(part.model_fields_set)] if isinstance(part, Section) else [name]
+    return [key for key in keys if key not in taken]
 
 
 def config_subject(request: Request, config: RunConfig, seed: int, half: Half) -> tuple[Subject, Iterable[Batch]]:

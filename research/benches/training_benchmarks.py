@@ -169,6 +169,8 @@ def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
 
     space = Workspace(config, RunDirectory(request.work))
     is_language = config.task == "language"
+    # flexrank consolidates by its defaults here, whichever method the configuration names.
+    followed = settings.model_copy(update={"method": "balanced"}).weight_of_hidden_states
     forward_context = {
         "language": lambda *models: hidden_states(*models),
         "embedding": lambda model, _: eager_attention(model),
@@ -178,6 +180,6 @@ def _config_benchmark(config: RunConfig, request: Request) -> TrainingBenchmark:
     return TrainingBenchmark(
         config.name, CONFIG_MEASURES[config.task], 4, budgets, settings.steps, settings.learning_rate or UNTRIED,
         config.probe.levels, facts, functools.partial(config_subject, request, config),
-        space.objective(settings.weight_of_hidden_states), space.objective(), next_token_loss if is_language else None,
+        space.objective(followed), space.objective(), next_token_loss if is_language else None,
         forward_context.get(config.task, lambda *_: contextlib.nullcontext()), settings.autocast,
     )  # fmt: skip

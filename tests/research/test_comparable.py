@@ -88,6 +88,13 @@ def test_keys_that_a_comparison_does_not_use_are_named(
         assert caplog.messages == [f"tiny: a comparison does not use {unused}"]
 
 
+def test_flexrank_follows_hidden_states_whichever_method_the_configuration_names(sources: Path, tmp_path: Path) -> None:
+    for given, weight in (({}, 4.0), ({"hidden_weight": 0.5}, 0.5)):
+        config = config_of(sources, tmp_path, distillation={"method": "paper", **given})
+        (benchmark,) = training_benchmarks.training_benchmarks(Request(tmp_path, config=config))
+        assert benchmark.objective.hidden_weight == weight
+
+
 def test_seeds_draw_other_samples_and_are_scored_on_the_same(sources: Path, tmp_path: Path) -> None:
     """With fewer samples scored than there are, which the configuration's own seed chooses."""
     config = config_of(sources, tmp_path, data={"evaluation": 4, "separator": "\n"})

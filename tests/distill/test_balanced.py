@@ -15,7 +15,7 @@ from trainings import SETTINGS, SMALL, batches, error_at
 from flexrank.allocate import allocate_ranks
 from flexrank.calibrate import collect_moments
 from flexrank.decompose import decompose_
-from flexrank.distill import distill_, distillation_evaluator
+from flexrank.distill import distill_, distillation_evaluator, mixing
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.distill.schedule import Schedule
 from flexrank.distill.trained import set_sizes_, trimmed_factors
@@ -35,6 +35,7 @@ def test_balanced_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     teacher, model = build("perceptron"), nest(build("perceptron"))
     profiles, order, rate = [SMALL, {"0": 8, "2": 4, "4": 5}], [0, 1, 1, 0], 1e-2
+    monkeypatch.setattr(mixing, "MIXING_RATE", 0.0)  # `test_mixing` has these steps
     monkeypatch.setattr(Schedule, "draw", lambda schedule, step: order[step])
     twin, data, settings = copy.deepcopy(model), batches("perceptron")[:1], {"steps": 4, "learning_rate": rate}
     objective = FeatureObjective()

@@ -60,7 +60,8 @@ def test_each_pass_gives_every_item_once_in_an_order_of_its_own() -> None:
 
 
 def test_usual_losses_by_hand() -> None:
-    running = RunningLosses([4.0, 2.0], [1, 1])
+    running = RunningLosses()
+    running.extend([4.0, 2.0], [1, 1])
     assert running.mean(0) is None and running.mean(1) == pytest.approx(3.8)
     running.add(1e-9, 0)
     assert running.mean(0) == pytest.approx(3.8e-4)  # a ten thousandth of the greatest
@@ -68,7 +69,9 @@ def test_usual_losses_by_hand() -> None:
     assert running.vector_scales([2, 0]) == [1.0, 1.0, pytest.approx(0.01)]
     running.add(0.95, 2)
     assert running.vector_scales([2, 0, 1]) == [1.0, 0.5, pytest.approx(0.01)]
-    assert RunningLosses([-1.0], [0]).vector_scales([0, 1]) == [1.0, 1.0]
+    below = RunningLosses()
+    below.extend([-1.0], [0])
+    assert below.vector_scales([0, 1]) == [1.0, 1.0]
 
 
 def test_the_largest_profile_below_the_full_model_is_drawn_twice_as_often() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flexrank import processes
 from flexrank.data.batches import Batch, call_model, eval_mode, model_device, require_several, to_device
 from flexrank.distill.interrupts import deferred, shielded
+from flexrank.distill.mixing import mix_after_steps_
 from flexrank.distill.objectives import (
     Objective,
     compute_loss,
@@ -177,12 +178,15 @@ def distill_(
     with undone_if_untrained(model, losses), shielded(batches), sized(model, profiles, is_balanced) as size_indices:
         trainable = trainable_parameters(model, train_embeddings, is_balanced and len(profiles) > 1)
         adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
+        running = RunningLosses() if is_balanced else None
+        if running:
+            scale_vectors_(adam, model, lambda: running.vector_scales(size_indices))
+            mix_after_steps_(adam, model, lambda: running.vector_scales(size_indices))
         state = State(checkpoint, settings, trainable, adam, Feed(batches, seed), sharded_parameters(model), losses)
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, adam, max_norm)
         with training(model, teacher, trainable, gradient_checkpointing):
-            running = RunningLosses(state.losses, state.choices) if is_balanced else None
             if running:
-                scale_vectors_(adam, model, lambda: running.vector_scales(size_indices))
+                running.extend(state.losses, state.choices)
             _train(step, state, schedule, profiles, accumulation, checkpoint_every, running, on_step)
     return TrainingHistory(tuple(state.losses), tuple(state.choices), state.step)
 

@@ -83,6 +83,12 @@ def scale_vectors_(optimizer: torch.optim.Optimizer, model: nn.Module, scales: C
     optimizer.register_step_post_hook(scale)
 
 
+def stochastically_rounded(values: Tensor) -> Tensor:
+    """The values in bfloat16, each rounded up or down at random, with the value itself as the mean."""
+    rounded: Tensor = torchao_optimizers().quant_utils._fp32_to_bf16_sr(values)
+    return rounded
+
+
 def torchao_optimizers() -> Any:
     """The optimisers of torchao, imported without its warnings about kernels that this machine does not need."""
     levels = {log: log.level for log in map(logging.getLogger, LOUD)}

@@ -73,8 +73,11 @@ def scheduled_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 class RunningLosses:
     """The running mean of each profile's losses so far in consolidation: `means`, by profile index."""
 
-    def __init__(self, losses: Sequence[float], choices: Sequence[int]):
+    def __init__(self) -> None:
         self.means: dict[int, float] = {}
+
+    def extend(self, losses: Sequence[float], choices: Sequence[int]) -> None:
+        """Adds steps."""
         for loss, choice in zip(losses, choices, strict=True):
             self.add(loss, choice)
 

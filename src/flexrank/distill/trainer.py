@@ -1,5 +1,6 @@
 """Consolidation by transformers' Trainer, for those who use its data loading, logging and checkpoints."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from flexrank.data.batches import Batch, call_model
 from flexrank.distill import Profiles, profiles_of
+from flexrank.distill.mixing import mix_after_steps_
 from flexrank.distill.objectives import Objective
 from flexrank.distill.optimizer import make_optimizer, scale_vectors_, set_rate
 from flexrank.distill.schedule import RunningLosses, Schedule, drawn_weights
@@ -76,7 +78,7 @@ class DistillationTrainer(transformers.Trainer):
         self.loss_is_scaled_for_ga = False  # the loss is a mean over each batch's rows
         self.teacher = teacher.to(self.args.device).eval()
         self._targets = Targets(self.teacher, objective, None, 0)
-        self._running, self._logged = RunningLosses((), ()), defaultdict[int, list[float]](list)
+        self._running, self._logged = RunningLosses(), defaultdict[int, list[float]](list)
         self._choice, self._losses = 0, list[float]()  # of the step so far
         self._is_noted = False  # whether `_note` is among the optimiser's hooks
 
@@ -101,10 +103,17 @@ class DistillationTrainer(transformers.Trainer):
             self.optimizer = make_optimizer(self.model, self._trainable, args.learning_rate, args.weight_decay, **adam)
             set_rate(self.optimizer, args.learning_rate)
         if not self._is_noted:
-            scale_vectors_(self.optimizer, self.model, lambda: self._running.vector_scales(self._size_indices))
+            scale_vectors_(self.optimizer, self.model, self._scales)
+            mix_after_steps_(self.optimizer, self.model, self._scales, self._at_size)
             self.optimizer.register_step_post_hook(self._note)
             self._is_noted = True
         return self.optimizer
+
+    def _scales(self) -> list[float]:
+        return self._running.vector_scales(self._size_indices)
+
+    def _at_size(self) -> contextlib.AbstractContextManager[Any]:
+        return use_profile(self.model, self._profiles[self._choice])
 
     def _note(self, *_: Any) -> None:
         """Records the mean loss of the step that the optimiser has just taken."""

@@ -1,0 +1,103 @@
+"""Steps that mix a layer's components: they change its small sizes, and leave its largest as it is.
+
+Let U₁ and V₁ be the first r components, which are a size, and U₂ and V₂ all others. For any matrix X, the components
+U₁ + U₂ X and V₂ - V₁ Xᵀ have the same product U Vᵀ together, and for any Y so have U₂ + U₁ Y and V₁ - V₂ Yᵀ. But the
+size itself becomes U₁ V₁ᵀ + U₂ X V₁ᵀ - U₁ Y V₂ᵀ, to first order. So it learns without taking anything from the largest.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flexrank import processes
+from flexrank.distill.optimizer import stochastically_rounded
+from flexrank.nn.elastic import NestedLayer
+
+#: How far such a step moves a component, over how far AdamW moves it.
+MIXING_RATE = 16.0
+#: The old mean's weight in an update of the mean squares of gradients, as AdamW's β₂, and the least mean square.
+MEMORY, LEAST = 0.999, 1e-30
+ROWS, COLUMNS = "mixing_rows", "mixing_columns"
+
+
+def mix_after_steps_(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    scales: Callable[[], list[float]],
+    at_size: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> None:
+    """After each of the optimiser's steps, mixes the components of each layer by the same gradients.
+
+    Components that a size lacks are mixed into it at its entry of `scales()`; of several such sizes the largest counts.
+    Inside `at_size()` the model is at the size that the gradients are of.
+    """
+    layers = [module for module in model.modules() if isinstance(module, NestedLayer)]
+
+    def mix(*_: Any) -> None:
+        group, sizes = optimizer.param_groups[0], torch.tensor(scales())
+        rate = MIXING_RATE * float(group["lr"]) / group["scale"]
+        with at_size(), torch.no_grad():
+            for layer in layers:
+                if layer.u.grad is not None and layer.sizes is not None and min(layer.sizes.ranks) < len(layer.u):
+                    _mix_(layer, optimizer.state[layer.u], rate, sizes.to(layer.u.device))
+
+    optimizer.register_step_post_hook(mix)
+
+
+def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[Tensor, " sizes"]) -> None:
+    """Mixes a layer's components in place; `state` is the optimiser's of `layer.u`.
+
+    That takes 4·r·(k - r)·(m + n) multiply-adds, where T tokens' forward and backward take about 3·T·r·(m + n).
+    """
+    r, dtype = layer.rank, torch.promote_types(layer.u.dtype, torch.float32)
+    assert layer.u.grad is not None and layer.v.grad is not None
+    u, v, of_u, of_v = (one.detach().to(dtype) for one in (layer.u, layer.v, layer.u.grad, layer.v.grad))
+    x, y = u[r:] @ of_u[:r].T, -of_v[:r] @ v[r:].T
+    squares = u.square().sum() + v.square().sum()
+    if layer.is_sharded:
+        processes.sum_([x, y, squares])
+    x, y = _normalised(x, y, state)
+    step = rate * (sum(layer.matrix_shape) / squares.clamp(min=LEAST)).sqrt() * _scales_of_rest(layer, sizes).to(dtype)
+    x, y = -step[:, None] * x, -step * y
+    u[:r] += x.T @ u[r:]
+    v[r:] -= x @ v[:r]
+    u[r:] += y.T @ u[:r]
+    v[:r] -= y @ v[r:]
+    if dtype != layer.u.dtype:
+        for factor, wide in ((layer.u, u), (layer.v, v)):
+            factor.copy_(stochastically_rounded(wide))
+
+
+def _scales_of_rest(layer: NestedLayer, sizes: Float[Tensor, " sizes"]) -> Float[Tensor, " rest"]:
+    """For each component above the active rank, the scale of the largest size that lacks it."""
+    assert layer.sizes is not None
+    ranks = torch.tensor(layer.sizes.ranks, device=sizes.device)[:, None]
+    lacks = ranks <= torch.arange(layer.rank, len(layer.u), device=sizes.device)
+    return sizes[(lacks * torch.arange(len(ranks), device=sizes.device)[:, None]).amax(0)]
+
+
+def _normalised(
+    x: Float[Tensor, "rest r"], y: Float[Tensor, "r rest"], state: dict[str, Any]
+) -> tuple[Float[Tensor, "rest r"], Float[Tensor, "r rest"]]:
+    """Both gradients over the roots of their running mean squares, by row and column of the whole as in Adafactor.
+
+    As there, their root mean square is at most 1. The whole is k × k, with `y` above its diagonal and `x` below.
+    """
+    r = len(y)
+    sums = {
+        ROWS: torch.cat([y.square().sum(1), x.square().sum(1)]),
+        COLUMNS: torch.cat([x.square().sum(0), y.square().sum(0)]),
+    }
+    for key, fresh in sums.items():
+        state[key] = torch.lerp(state.get(key, torch.zeros_like(fresh)).to(fresh), fresh, 1 - MEMORY)
+    rows, columns = state[ROWS], state[COLUMNS] / (1 - MEMORY ** float(state["step"]))
+    rows, columns = (rows / rows.sum().clamp(min=LEAST)).sqrt(), columns.sqrt()
+    x = x / (torch.outer(rows[r:], columns[:r]) + math.sqrt(LEAST))
+    y = y / (torch.outer(rows[:r], columns[r:]) + math.sqrt(LEAST))
+    length = ((x.square().sum() + y.square().sum()) / max(1, x.numel() + y.numel())).sqrt().clamp(min=1)
+    return x / length, y / length

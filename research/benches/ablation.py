@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
-from flexrank.distill import distill_, optimizer
+from flexrank.distill import distill_, mixing, optimizer
 from flexrank.distill.schedule import RunningLosses
 from research import figures
 from research.baselines.trained.ranks import at
@@ -27,6 +27,7 @@ DEFAULT, BEFORE = "by the defaults", "before training"
 #: For each part, how the options of `distill_` change without it.
 PARTS: dict[str, Callable[[TrainingTask], dict[str, Any]]] = {
     "losses balanced": lambda task: {},
+    "components mixed": lambda task: {},
     "vectors of each size's own": lambda task: {},
     "largest size drawn twice as often": lambda task: {"weights": [1.0] * len(task.budgets)},
     "hidden states followed": lambda task: {"objective": task.output_objective},
@@ -35,6 +36,7 @@ PARTS: dict[str, Callable[[TrainingTask], dict[str, Any]]] = {
 #: What has to be replaced in the package where no option leaves a part out.
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "losses balanced": lambda: patch.object(RunningLosses, "mean", lambda *_: 1.0),
+    "components mixed": lambda: patch.object(mixing, "MIXING_RATE", 0.0),
     "vectors of each size's own": lambda: patch.object(optimizer, "VECTORS_RATE", 0.0),
 }
 COLOURS = dict(zip(PARTS, figures.RIVALS, strict=False))

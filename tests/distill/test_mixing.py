@@ -66,7 +66,7 @@ def mixed_by_hand(layer: NestedLinear, drawn: list[int], rate: float, scales: li
         entry = torch.cat([u.flatten(), v.flatten()]).square().mean().sqrt()
         for a in range(r, k):
             largest = max(size for size, rank in enumerate(layer.sizes.ranks) if rank <= a)
-            step = -16.0 * rate * scales[largest] / entry / math.sqrt(k)
+            step = -min(0.15, 16.0 * rate / entry) * scales[largest] / math.sqrt(k)
             gradient[a] *= step
             gradient[:, a] *= step
         mixer = torch.eye(k, dtype=u.dtype)
@@ -77,12 +77,13 @@ def mixed_by_hand(layer: NestedLinear, drawn: list[int], rate: float, scales: li
         v.copy_(torch.linalg.inv(whole) @ v)
 
 
-def test_steps_by_hand() -> None:
-    """At all ranks, where two sizes lack a component, and where gradients are longer than usual."""
+@pytest.mark.parametrize("rate", [5e-3, 0.1])
+def test_steps_by_hand(rate: float) -> None:
+    """At all ranks, where two sizes lack a component, where gradients are longer than usual, and as far as steps go."""
     layer, scales, drawn = layer_of(), [1.0, 0.5, 0.25], [2, 4, 5, 4, 2, 2]
     twin = copy.deepcopy(layer)
-    mixed(layer, drawn, 5e-3, scales)
-    mixed_by_hand(twin, drawn, 5e-3, scales)
+    mixed(layer, drawn, rate, scales)
+    mixed_by_hand(twin, drawn, rate, scales)
     assert (layer.u - layer_of().u).abs().max() > 0.05
     torch.testing.assert_close(layer.u, twin.u, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(layer.v, twin.v, rtol=1e-9, atol=1e-9)

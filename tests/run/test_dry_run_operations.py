@@ -173,10 +173,9 @@ def test_consolidation_takes_the_operations_that_torch_counts(tmp_path: Path) ->
             2 * min(layer.matrix_shape) * math.prod(layer.matrix_shape) for layer in nested_layers(student).values()
         )
         assert dry_run(config)["operations"]["consolidation"] == counted - made * (budgets == [1.0, 0.4])
-    settings: list[dict[str, Any]] = [{"weights": [3.0, 1.0]}, {"weights": [2.0, 1.0]}, {}, {"method": "paper"}]
+    settings: list[dict[str, Any]] = [{"weights": [3.0, 1.0]}, {"weights": [2.0, 1.0]}, {}]
     costs = [dry_run(config_of(build, tmp_path, distillation=one))["operations"]["consolidation"] for one in settings]
     assert costs[0] > costs[1] == costs[2] and counted < costs[2] < costs[0]
-    assert costs[3] > counted  # norms are trained too
     whole: list[dict[str, Any]] = [{}, {"weights": [1e-9, 1.0]}]  # budget 1 is never drawn
     costs = [
         dry_run(config_of(build, tmp_path, allocation={"budgets": [1.0, 0.4]}, distillation=one))["operations"]

@@ -18,8 +18,8 @@ from flexrank import processes
 from flexrank.distill.optimizer import stochastically_rounded
 from flexrank.nn.elastic import NestedLayer
 
-#: How far such a step moves a component, over how far AdamW moves it.
-MIXING_RATE = 16.0
+#: How far such a step moves a component, over how far AdamW moves it; and at most, as a share of its length.
+MIXING_RATE, LONGEST = 16.0, 0.15
 #: The old mean's weight in an update of the mean squares of gradients, as AdamW's β₂, and the least mean square.
 MEMORY, LEAST = 0.999, 1e-30
 ROWS, COLUMNS = "mixing_rows", "mixing_columns"
@@ -52,7 +52,7 @@ def mix_after_steps_(
 def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[Tensor, " sizes"]) -> None:
     """Mixes a layer's components in place; `state` is the optimiser's of `layer.u`.
 
-    That takes 4·r·(k - r)·(m + n) multiply-adds, where T tokens' forward and backward take about 3·T·r·(m + n).
+    That takes 3·r·(k - r)·(m + n) multiply-adds, where T tokens' forward and backward take about 3·T·r·(m + n).
     """
     r, dtype = layer.rank, torch.promote_types(layer.u.dtype, torch.float32)
     assert layer.u.grad is not None and layer.v.grad is not None
@@ -62,7 +62,8 @@ def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[T
     if layer.is_sharded:
         processes.sum_([x, y, squares])
     x, y = _normalised(x, y, state)
-    step = rate * (sum(layer.matrix_shape) / squares.clamp(min=LEAST)).sqrt() * _scales_of_rest(layer, sizes).to(dtype)
+    entry = (squares / (len(u) * sum(layer.matrix_shape))).clamp(min=LEAST).sqrt()
+    step = (rate / entry).clamp(max=LONGEST) / math.sqrt(len(u)) * _scales_of_rest(layer, sizes).to(dtype)
     x, y = -step[:, None] * x, -step * y
     u[:r] += x.T @ u[r:]
     v[r:] -= x @ v[:r]

@@ -1,7 +1,7 @@
 """Floating-point operations of each stage: multiplications and additions, so two for each multiply-add.
 
 The products of layers with a matrix and of attention, the moments and the factorisations are counted; norms,
-activations, softmaxes, the loss and the optimiser are not.
+activations, softmaxes, the loss and AdamW are not.
 """
 
 import dataclasses
@@ -105,8 +105,8 @@ def evaluations(architecture: Architecture, config: RunConfig) -> int:
 def consolidation(architecture: Architecture, config: RunConfig) -> int:
     """Steps × batches × (teacher forward + student forward and backward), each budget at its own ranks and weight.
 
-    Gradient checkpointing adds a forward pass of the blocks. The teacher's forward passes count even where its kept
-    outputs save them.
+    Gradient checkpointing adds a forward pass of the blocks, and each step mixes components. The teacher's forward
+    passes count even where its kept outputs save them.
     """
     settings, student = config.distillation, 0.0
     for ranks, share in drawn_profiles(architecture, config):
@@ -114,7 +114,21 @@ def consolidation(architecture: Architecture, config: RunConfig) -> int:
         if settings.gradient_checkpointing:
             passes += repeated(architecture, settings.batch_size, ranks)
         student += passes * share
-    return round((forward(architecture, settings.batch_size) + student) * settings.accumulation * settings.steps)
+    passes = (forward(architecture, settings.batch_size) + student) * settings.accumulation
+    return round((passes + mixing(architecture, config)) * settings.steps)
+
+
+def mixing(architecture: Architecture, config: RunConfig) -> float:
+    """The mixing of components after a step: 6·r·(k - r)·(m + n) for rank r of k trained components, on average."""
+    if not trains_only_factors(config):
+        return 0.0
+    profiles, shapes = drawn_profiles(architecture, config), architecture.shapes
+    most = {name: max((ranks.get(name, 0) for ranks, _ in profiles), default=0) for name in shapes}
+    return sum(
+        share * 6 * rank * (most[name] - rank) * sum(shapes[name])
+        for ranks, share in profiles
+        for name, rank in ranks.items()
+    )
 
 
 def drawn_profiles(architecture: Architecture, config: RunConfig) -> list[tuple[dict[str, int], float]]:

@@ -114,8 +114,8 @@ def consolidation(architecture: Architecture, config: RunConfig) -> int:
         if settings.gradient_checkpointing:
             passes += repeated(architecture, settings.batch_size, ranks)
         student += passes * share
-    passes = (forward(architecture, settings.batch_size) + student) * settings.accumulation
-    return round((passes + mixing(architecture, config)) * settings.steps)
+    batches = (forward(architecture, settings.batch_size) + student) * settings.accumulation
+    return round((batches + mixing(architecture, config)) * settings.steps)
 
 
 def mixing(architecture: Architecture, config: RunConfig) -> float:

@@ -85,8 +85,8 @@ def test_steps_by_hand(rate: float) -> None:
     mixed(layer, drawn, rate, scales)
     mixed_by_hand(twin, drawn, rate, scales)
     assert (layer.u - layer_of().u).abs().max() > 0.05
-    torch.testing.assert_close(layer.u, twin.u, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(layer.v, twin.v, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(layer.u, twin.u, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layer.v, twin.v, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])

@@ -39,7 +39,7 @@ def mix_after_steps_(
     layers = [module for module in model.modules() if isinstance(module, NestedLayer)]
 
     def mix(*_: Any) -> None:
-        group, sizes = optimizer.param_groups[0], torch.tensor(scales())
+        group, sizes = optimizer.param_groups[0], torch.tensor(scales(), device=layers[0].u.device)
         rate = MIXING_RATE * float(group["lr"]) / group["scale"]
         with at_size(), torch.no_grad():
             for layer in layers:
@@ -96,7 +96,7 @@ def _normalised(
     }
     for key, fresh in sums.items():
         state[key] = torch.lerp(state.get(key, torch.zeros_like(fresh)).to(fresh), fresh, 1 - MEMORY)
-    rows, columns = state[ROWS], state[COLUMNS] / (1 - MEMORY ** float(state["step"]))
+    rows, columns = state[ROWS], state[COLUMNS] / -torch.expm1(state["step"] * math.log(MEMORY))
     rows, columns = (rows / rows.sum().clamp(min=LEAST)).sqrt(), columns.sqrt()
     x = x / (torch.outer(rows[r:], columns[:r]) + math.sqrt(LEAST))
     y = y / (torch.outer(rows[:r], columns[r:]) + math.sqrt(LEAST))

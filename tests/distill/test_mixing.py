@@ -3,13 +3,15 @@
 import contextlib
 import copy
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from trainings import SMALL, batches, error_at
+from trainings import SMALL, batches, error_at, weights_of
 
-from flexrank.distill import distill_, distillation_evaluator, mixing
+from flexrank.distill import TrainingStep, distill_, distillation_evaluator, mixing
 from flexrank.distill.objectives import FeatureObjective
 from flexrank.distill.optimizer import stochastically_rounded
 from flexrank.nn.elastic import NestedLinear
@@ -170,3 +172,35 @@ def test_gradients_are_those_of_the_size_that_the_model_is_set_to_for_them() -> 
     optimizer.step()
     mixed(other, [2], 1e-2, [1.0] * 3)
     assert layer.rank == 5 and torch.equal(layer.u, other.u)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("largest", [{"0": 12, "2": 16, "4": 6}, {"0": 12, "2": 9, "4": 5}], ids=["full", "part full"])
+def test_a_resumed_training_has_the_same_bits(largest: dict[str, int], kind: Any, tmp_path: Path) -> None:
+    """Where the model or a layer of it is full: when it resumes, it is set to a rank above those of its factors."""
+    profiles = [SMALL, {"0": 5, "2": 6, "4": 3}, largest]
+    settings: dict[str, Any] = {"steps": 12, "learning_rate": 1e-2, "optimizer": kind}
+
+    def train(path: Path | None, stop: int) -> nn.Module:
+        def stopped(step: TrainingStep) -> None:
+            if step.number == stop:
+                raise KeyboardInterrupt
+
+        model, place = nest(build("perceptron")), {"checkpoint": path, "checkpoint_every": 3}
+        with contextlib.suppress(KeyboardInterrupt):
+            distill_(model, build("perceptron"), batches("perceptron"), profiles, on_step=stopped, **place, **settings)
+        return model
+
+    whole, broken = train(None, -1), train(tmp_path / "state", 7)
+    resumed = train(tmp_path / "state", -1)
+    assert torch.equal(weights_of(whole), weights_of(resumed))
+    assert not torch.equal(weights_of(whole), weights_of(broken))
+
+
+def test_where_a_factor_is_frozen_nothing_mixes() -> None:
+    model, teacher = nest(build("perceptron")), build("perceptron")
+    for layer in nested_layers(model).values():
+        layer.v.requires_grad_(False)
+    before = [layer.v.clone() for layer in nested_layers(model).values()]
+    distill_(model, teacher, batches("perceptron"), [SMALL, {"0": 5, "2": 6, "4": 3}], steps=4, learning_rate=1e-2)
+    assert all(torch.equal(layer.v, old) for layer, old in zip(nested_layers(model).values(), before, strict=True))

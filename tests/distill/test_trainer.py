@@ -258,6 +258,8 @@ def test_a_wrong_setting_and_a_loss_that_is_not_finite_are_one_line(tmp_path: Pa
         trainer(tmp_path, activation_checkpointing=True)
     with pytest.raises(FlexrankError, match="optim is 'adafactor'; the AdamW of consolidation is adamw_torch or adamw"):
         trainer(tmp_path, optim="adafactor")
+    with pytest.raises(FlexrankError, match="fp16 of the Trainer loses small gradients; use bf16=True, or neither"):
+        trainer(tmp_path, fp16=True)
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(FlexrankError, match="was given an optimiser or a scheduler, of parameters not trained here"):
         trainer(tmp_path, {"optimizers": (adam, None)})

@@ -1,8 +1,9 @@
-"""Steps that mix a layer's components: they change its small sizes, and leave its largest as it is.
+"""Steps that mix a layer's components: they change its small sizes, and no size that has them all.
 
 Let U₁ and V₁ be the first r components, which are a size, and U₂ and V₂ all others. For any matrix X, the components
 U₁ + U₂ X and V₂ - V₁ Xᵀ have the same product U Vᵀ together, and for any Y so have U₂ + U₁ Y and V₁ - V₂ Yᵀ. But the
-size itself becomes U₁ V₁ᵀ + U₂ X V₁ᵀ - U₁ Y V₂ᵀ, to first order. So it learns without taking anything from the largest.
+size itself becomes U₁ V₁ᵀ + U₂ X V₁ᵀ - U₁ Y V₂ᵀ, to first order. So it learns without taking anything from the
+largest, up to rounding.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from flexrank import processes
 from flexrank.distill.optimizer import stochastically_rounded
 from flexrank.nn.elastic import NestedLayer
 
-#: How far such a step moves a component, over how far AdamW moves it; and at most, as a share of its length.
+#: How far such a step moves components on average, over how far AdamW does; and at most, as a share of their length.
 MIXING_RATE, LONGEST = 16.0, 0.15
 #: The old mean's weight in an update of the mean squares of gradients, as AdamW's β₂, and the least mean square.
 MEMORY, LEAST = 0.999, 1e-30
@@ -43,7 +44,8 @@ def mix_after_steps_(
         rate = MIXING_RATE * float(group["lr"]) / group["scale"]
         with at_size(), torch.no_grad():
             for layer in layers:
-                if layer.u.grad is not None and layer.sizes is not None and min(layer.sizes.ranks) < len(layer.u):
+                has_gradients = layer.u.grad is not None and layer.v.grad is not None  # neither is frozen
+                if has_gradients and layer.sizes is not None and min(layer.sizes.ranks) < len(layer.u):
                     _mix_(layer, optimizer.state[layer.u], rate, sizes.to(layer.u.device))
 
     optimizer.register_step_post_hook(mix)
@@ -54,7 +56,7 @@ def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[T
 
     That takes 3·r·(k - r)·(m + n) multiply-adds, where T tokens' forward and backward take about 3·T·r·(m + n).
     """
-    r, dtype = layer.rank, torch.promote_types(layer.u.dtype, torch.float32)
+    r, dtype = min(layer.rank, len(layer.u)), torch.promote_types(layer.u.dtype, torch.float32)
     assert layer.u.grad is not None and layer.v.grad is not None
     u, v, of_u, of_v = (one.detach().to(dtype) for one in (layer.u, layer.v, layer.u.grad, layer.v.grad))
     x, y = u[r:] @ of_u[:r].T, -of_v[:r] @ v[r:].T
@@ -63,7 +65,7 @@ def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[T
         processes.sum_([x, y, squares])
     x, y = _normalised(x, y, state)
     entry = (squares / (len(u) * sum(layer.matrix_shape))).clamp(min=LEAST).sqrt()
-    step = (rate / entry).clamp(max=LONGEST) / math.sqrt(len(u)) * _scales_of_rest(layer, sizes).to(dtype)
+    step = (rate / entry).clamp(max=LONGEST) / math.sqrt(len(u)) * _scales_of_rest(layer, r, sizes).to(dtype)
     x, y = -step[:, None] * x, -step * y
     u[:r] += x.T @ u[r:]
     v[r:] -= x @ v[:r]
@@ -74,11 +76,11 @@ def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[T
             factor.copy_(stochastically_rounded(wide))
 
 
-def _scales_of_rest(layer: NestedLayer, sizes: Float[Tensor, " sizes"]) -> Float[Tensor, " rest"]:
-    """For each component above the active rank, the scale of the largest size that lacks it."""
+def _scales_of_rest(layer: NestedLayer, r: int, sizes: Float[Tensor, " sizes"]) -> Float[Tensor, " rest"]:
+    """For each component above the first r, the scale of the largest size that lacks it."""
     assert layer.sizes is not None
     ranks = torch.tensor(layer.sizes.ranks, device=sizes.device)[:, None]
-    lacks = ranks <= torch.arange(layer.rank, len(layer.u), device=sizes.device)
+    lacks = ranks <= torch.arange(r, len(layer.u), device=sizes.device)
     return sizes[(lacks * torch.arange(len(ranks), device=sizes.device)[:, None]).amax(0)]
 
 

@@ -184,6 +184,8 @@ def _check(args: transformers.TrainingArguments, options: Mapping[str, Any]) -> 
     """Raises FlexrankError for settings of a Trainer that are not supported here."""
     if args.activation_checkpointing:
         raise FlexrankError("activation_checkpointing of the Trainer needs dropout on; distill_ has one of its own")
+    if args.fp16:
+        raise FlexrankError("fp16 of the Trainer loses small gradients; use bf16=True, or neither")
     if args.optim not in ADAMW:
         name = getattr(args.optim, "value", args.optim)
         raise FlexrankError(f"optim is {name!r}; the AdamW of consolidation is {' or '.join(ADAMW)}")

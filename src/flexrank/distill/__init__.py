@@ -126,12 +126,13 @@ def distill_(
     profiles leave full has a separate matrix for them, norms and biases are fixed, and each profile has its own gains
     of inputs and outputs and additions to biases, which merge into it, and learn at a rate proportional to the square
     root of the profile's mean loss. After each step of AdamW, components that the drawn profile lacks are mixed into it
-    such that the largest stays as it is (`distill.mixing`). Each loss is divided by the square root of its profile's
-    running mean. The largest profile below the full model is drawn twice as often as any other; the full model, if it
-    is among them, is never drawn, so it stays as is. The optimiser is AdamW (weight decay on matrices only), with
-    linear warm-up, cosine decay, no dropout and fixed batch norms. Components above a layer's largest trained rank do
-    not change. The objective defaults to `default_objective`. With several processes, each takes its share of the rows
-    of every batch; losses and weights are those of one process. A sharded model (`sharding.shard_`) stays sharded.
+    such that the largest stays as it is but for rounding (`distill.mixing`). Each loss is divided by the square root of
+    its profile's running mean. The largest profile below the full model is drawn twice as often as any other; the full
+    model, if it is among them, is never drawn, so it stays as is. The optimiser is AdamW (weight decay on matrices
+    only), with linear warm-up, cosine decay, no dropout and fixed batch norms. Components above a layer's largest
+    trained rank do not change. The objective defaults to `default_objective`. With several processes, each takes its
+    share of the rows of every batch; losses and weights are those of one process. A sharded model (`sharding.shard_`)
+    stays sharded.
 
     Args:
         batches: a sequence, reshuffled on every pass, whose items never change (otherwise set `teacher_cache=0`); or an

@@ -58,8 +58,9 @@ def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[T
     """
     r, dtype = min(layer.rank, len(layer.u)), torch.promote_types(layer.u.dtype, torch.float32)
     assert layer.u.grad is not None and layer.v.grad is not None
-    u, v, of_u, of_v = (one.detach().to(dtype) for one in (layer.u, layer.v, layer.u.grad, layer.v.grad))
-    x, y = u[r:] @ of_u[:r].T, -of_v[:r] @ v[r:].T
+    of_size = layer.u.grad[:r], layer.v.grad[:r]
+    u, v, of_u, of_v = (one.detach().to(dtype) for one in (layer.u, layer.v, *of_size))
+    x, y = u[r:] @ of_u.T, -of_v @ v[r:].T
     squares = u.square().sum() + v.square().sum()
     if layer.is_sharded:
         processes.sum_([x, y, squares])

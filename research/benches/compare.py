@@ -270,8 +270,8 @@ def _draw_line(
 
 EXPERIMENT = Experiment(
     "compare", "Training-free rivals",
-    "quality over size of plain SVD, FWSVD, ASVD, DRONE, SVD-LLM and its second version beside DataSVD and its Fisher "
-    "form and PIFA, each with its published ranks and with flexrank's, of SliceGPT and A3, and of ours fitted for each "
-    "size alone (`refit`), untrained",
+    "quality over size of plain SVD, FWSVD, ASVD, DRONE, SVD-LLM, SVD-LLM V2, LEMS, PIFA, DataSVD and its Fisher form, "
+    "each with its published ranks and with flexrank's, of SliceGPT and A3, and of ours fitted for each size alone "
+    "(`refit`), untrained",
     minutes=90, full_minutes=900, has_halves=True, seeds=(1, 3), run=run, draw=draw, takes_config=True,
 )  # fmt: skip

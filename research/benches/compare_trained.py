@@ -20,6 +20,7 @@ from typing import Any
 from flexrank.data.halves import Half
 from flexrank.decompose import Method
 from flexrank.deployment.machine import resident_peak
+from flexrank.profiles.costs import total_dense
 from research import figures
 from research.baselines.method import NotApplicable
 from research.baselines.trained import TRAINED_METHODS
@@ -213,7 +214,7 @@ def method_unit(
     steps = max(LEAST_STEPS, round(step_share * benchmark.steps))
     steps_per_size = steps if full_steps else max(LEAST_STEPS, steps // len(benchmark.budgets))
     task = benchmark.training_task(subject, batches, sensitivity["tables"], seed, steps, steps_per_size)
-    dense, others = sum(m * n for m, n in task.layers.values()), task.parameter_limit(0)
+    dense, others = total_dense(task.layers), task.parameter_limit(0)
     rows, seconds, start = [], 0.0, time.process_time()
     try:
         for size in TRAINED_METHODS[method].sizes_at(task, rate_of):

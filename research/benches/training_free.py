@@ -17,7 +17,7 @@ from flexrank.errors import FlexrankError
 from flexrank.nn.select import select_layers
 from flexrank.nn.switch import footprint, layer_shapes, use_profile
 from flexrank.profiles import RankProfile, SensitivityTable
-from flexrank.profiles.costs import profile_parameters
+from flexrank.profiles.costs import profile_parameters, total_dense
 from flexrank.refit import refit_
 from flexrank.run.config import ProbeConfig, RunConfig
 from flexrank.run.directory import RunDirectory
@@ -176,11 +176,10 @@ class DecomposedModel:
         model, *_ = self._decomposition
         shapes = layer_shapes(model)
         parameters = profile_parameters(profile, shapes)
-        dense = sum(m * n for m, n in shapes.values())
         with use_profile(model, profile):
             scores = self._benchmark.subject(self._seed).score(model)
         whole = parameters + footprint(model).other_parameters
-        return {"share": parameters / dense, "parameters": whole, "scores": scores}
+        return {"share": parameters / total_dense(shapes), "parameters": whole, "scores": scores}
 
 
 def profiles_of(allocation: str, table: Mapping[str, Any], budgets: Sequence[float]) -> list[RankProfile]:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator
 
 from flexrank.nn.blocks import block_stack
+from flexrank.profiles.costs import total_dense
 from research.baselines.trained.channels import Widths, find_units, importances, ordered
 from research.baselines.trained.lora import adapt_
 from research.baselines.trained.task import Settings, Size, TrainedMethod, TrainingTask, rates, trained_parameters
@@ -44,7 +45,7 @@ def taylor_widths(task: TrainingTask) -> Widths:
 
 def parameters_outside_units(task: TrainingTask, widths: Widths) -> int:
     """Returns the number of layer parameters that belong to no unit."""
-    dense = sum(m * n for m, n in task.layers.values())
+    dense = total_dense(task.layers)
     return dense - sum(one.parameters(one.count) for one in widths.units.values())
 
 

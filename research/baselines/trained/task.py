@@ -19,6 +19,7 @@ from flexrank.distill.step import Step, Targets
 from flexrank.distill.trained import training
 from flexrank.errors import DivergedError
 from flexrank.profiles import ProfileChain
+from flexrank.profiles.costs import total_dense
 from flexrank.progress import track
 from research.baselines.method import Loss, parameter_count
 
@@ -63,7 +64,7 @@ class TrainingTask:
 
     def parameter_limit(self, budget: float) -> int:
         """Returns the parameters that a deployed model may have at a budget, including those outside the layers."""
-        dense = sum(m * n for m, n in self.layers.values())
+        dense = total_dense(self.layers)
         return parameter_count(self.teacher) - dense + int(budget * dense)
 
     def weights(self, model: Any) -> dict[str, nn.Parameter]:

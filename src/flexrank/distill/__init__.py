@@ -1,6 +1,7 @@
 """Stage three: one set of weights learns to serve every profile (FlexRank, section 3.3, eq. 5 and 6)."""
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -169,12 +170,9 @@ def distill_(
     drawn = _weights(weights, method, model, profiles)
     schedule = Schedule(drawn, seed, steps, float(learning_rate), int(warmup_steps))
     settings = {
-        **dataclasses.asdict(schedule), "method": method, "weight_decay": float(weight_decay),
-        "accumulation": accumulation, "max_norm": str(max_norm), "autocast": str(autocast),
-        "train_embeddings": train_embeddings, "optimizer": optimizer,
-        "objective": describe(objective), "profiles": digest_json(profiles),
-        "teacher": _identity(teacher) if checkpoint else None,
-        "batches": len(batches) if isinstance(batches, Sequence) else None,
+        **dataclasses.asdict(schedule), **_identities(objective, profiles, batches, teacher if checkpoint else None),
+        "method": method, "weight_decay": float(weight_decay), "accumulation": accumulation, "optimizer": optimizer,
+        "max_norm": str(max_norm), "autocast": str(autocast), "train_embeddings": train_embeddings,
     }  # fmt: skip
     losses: list[float] = []
     with undone_if_untrained(model, losses), shielded(batches), sized(model, profiles, is_balanced) as size_indices:
@@ -182,8 +180,9 @@ def distill_(
         adam = make_optimizer(model, trainable, learning_rate, weight_decay, optimizer)
         running = RunningLosses() if is_balanced else None
         if running:
-            scale_vectors_(adam, model, lambda: running.vector_scales(size_indices))
-            mix_after_steps_(adam, model, lambda: running.vector_scales(size_indices))
+            scales = functools.partial(running.vector_scales, size_indices)
+            scale_vectors_(adam, model, scales)
+            mix_after_steps_(adam, model, scales)
         state = State(checkpoint, settings, trainable, adam, Feed(batches, seed), sharded_parameters(model), losses)
         step = Step(model, Targets(teacher, objective, autocast, teacher_cache), trainable, adam, max_norm)
         with training(model, teacher, trainable, gradient_checkpointing):
@@ -286,6 +285,18 @@ def _weights(
         raise FlexrankError(f"weights {list(weights)} do not fit; {wanted}")
     full = full_ranks(layer_shapes(model))
     return drawn_weights(weights, method, [profile == full for profile in profiles])
+
+
+def _identities(
+    objective: Objective | None, profiles: object, batches: Iterable[Batch], teacher: nn.Module | None
+) -> dict[str, object]:
+    """What a checkpoint must have in common with the call that resumes it, besides its settings."""
+    return {
+        "objective": describe(objective),
+        "profiles": digest_json(profiles),
+        "batches": len(batches) if isinstance(batches, Sequence) else None,
+        "teacher": _identity(teacher) if teacher is not None else None,
+    }
 
 
 def _identity(model: nn.Module) -> str:

@@ -260,6 +260,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FlexrankError, match="was written with teacher="):
         model, other = (build("perceptron", seed=1) for _ in range(2))
         distill_(nest(model), other, batches("perceptron"), [profile], steps=2, checkpoint=tmp_path / "a")
+    with pytest.raises(FlexrankError, match="was written with batches="):  # a pass would be shuffled otherwise
+        fewer = list(batches("perceptron"))[:-1]
+        distill_(nest(build("perceptron")), teacher, fewer, [profile], steps=2, checkpoint=tmp_path / "a")
 
 
 def test_batch_norm_statistics_and_dropout_rest() -> None:

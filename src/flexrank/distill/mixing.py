@@ -40,15 +40,34 @@ def mix_after_steps_(
     layers = [module for module in model.modules() if isinstance(module, NestedLayer)]
 
     def mix(*_: Any) -> None:
-        group, sizes = optimizer.param_groups[0], torch.tensor(scales(), device=layers[0].u.device)
+        group, sizes = optimizer.param_groups[0], torch.tensor(scales())
         rate = MIXING_RATE * float(group["lr"]) / group["scale"]
         with at_size(), torch.no_grad():
             for layer in layers:
                 has_gradients = layer.u.grad is not None and layer.v.grad is not None  # neither is frozen
                 if has_gradients and layer.sizes is not None and min(layer.sizes.ranks) < len(layer.u):
-                    _mix_(layer, optimizer.state[layer.u], rate, sizes.to(layer.u.device))
+                    _mix_(layer, optimizer.state[layer.u], rate, sizes)
 
     optimizer.register_step_post_hook(mix)
+    _load_means_as_saved_(optimizer)
+
+
+def _load_means_as_saved_(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps the dtype of these means when a checkpoint is loaded, where torch rounds states to their parameter's."""
+    saved = list[dict[str, Any]]()
+
+    def keep(_: object, loaded: dict[str, Any]) -> None:
+        indices = [index for group in loaded["param_groups"] for index in group["params"]]
+        saved[:] = [loaded["state"].get(index, {}) for index in indices]
+
+    def restore(_: object) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter, state in zip(parameters, saved, strict=True):
+            for key in {ROWS, COLUMNS} & state.keys():
+                optimizer.state[parameter][key] = state[key].to(parameter.device)
+
+    optimizer.register_load_state_dict_pre_hook(keep)
+    optimizer.register_load_state_dict_post_hook(restore)
 
 
 def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[Tensor, " sizes"]) -> None:
@@ -66,7 +85,8 @@ def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[T
         processes.sum_([x, y, squares])
     x, y = _normalised(x, y, state)
     entry = (squares / (len(u) * sum(layer.matrix_shape))).clamp(min=LEAST).sqrt()
-    step = (rate / entry).clamp(max=LONGEST) / math.sqrt(len(u)) * _scales_of_rest(layer, r, sizes).to(dtype)
+    scales = _scales_of_rest(layer, r, sizes).to(x, non_blocking=True)  # the CPU does not wait for a GPU
+    step = (rate / entry).clamp(max=LONGEST) / math.sqrt(len(u)) * scales
     x, y = -step[:, None] * x, -step * y
     u[:r] += x.T @ u[r:]
     v[r:] -= x @ v[:r]
@@ -80,9 +100,9 @@ def _mix_(layer: NestedLayer, state: dict[str, Any], rate: float, sizes: Float[T
 def _scales_of_rest(layer: NestedLayer, r: int, sizes: Float[Tensor, " sizes"]) -> Float[Tensor, " rest"]:
     """For each component above the first r, the scale of the largest size that lacks it."""
     assert layer.sizes is not None
-    ranks = torch.tensor(layer.sizes.ranks, device=sizes.device)[:, None]
-    lacks = ranks <= torch.arange(r, len(layer.u), device=sizes.device)
-    return sizes[(lacks * torch.arange(len(ranks), device=sizes.device)[:, None]).amax(0)]
+    ranks = torch.tensor(layer.sizes.ranks)[:, None]
+    lacks = ranks <= torch.arange(r, len(layer.u))
+    return sizes[(lacks * torch.arange(len(ranks))[:, None]).amax(0)]
 
 
 def _normalised(
